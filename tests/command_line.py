@@ -29,7 +29,7 @@ class Done:
 
 
 def assert_sentence(done: Done, *words: str) -> None:
-    """One sentence on stderr with these words, exit code 2, nothing else."""
+    """Assert that a command printed one sentence with these words to stderr, nothing else, and ended with code 2."""
     assert "Traceback" not in done.err
     assert done.code == 2, done
     assert done.out == ""

@@ -23,6 +23,17 @@ def skip_disk_waits() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread: for small models a second thread only waits."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest tests first, and leave the order of the others."""
     items.sort(key=lambda item: item.path.stem not in LONGEST)

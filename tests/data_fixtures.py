@@ -22,15 +22,15 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
 @pytest.fixture
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """A function that calls `fedheal` with these words in the test's folder, as a process would end."""
+    """A function that runs `fedheal` with these arguments in the test's folder and returns its exit code and output."""
 
     def call_command(*arguments: object) -> Done:
         monkeypatch.chdir(tmp_path)
         # A later field replaces one of WORDS: on a command line each field may appear once.
         texts = [str(argument) for argument in arguments]
         keys = [text.partition("=")[0] for text in texts]
-        kept = [text for i, text in enumerate(texts) if not (text in WORDS and keys[i] in keys[i + 1 :])]
-        monkeypatch.setattr(sys, "argv", ["fedheal", *kept])
+        words = [text for i, text in enumerate(texts) if not (text in WORDS and keys[i] in keys[i + 1 :])]
+        monkeypatch.setattr(sys, "argv", ["fedheal", *words])
         capfd.readouterr()
         code = 0
         try:

@@ -7,13 +7,14 @@ is one that the system gets, not one into a buffer.
 from __future__ import annotations
 
 import builtins
+import errno
 import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 
@@ -30,6 +31,11 @@ class Operation:
 OnOperation = Callable[[Operation], None]  # called before the operation; what it raises happens instead
 
 
+def raise_disk_full(*_: object) -> NoReturn:
+    """Fail like a write to a full disk, in place of any function."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 @contextmanager
 def watch(root: Path, on_operation: OnOperation) -> Iterator[None]:
     """Call `on_operation` before every change under `root`, within the block."""
@@ -39,14 +45,16 @@ def watch(root: Path, on_operation: OnOperation) -> Iterator[None]:
         {name: getattr(os, name) for name in ("open", "fsync", "mkdir", "unlink", "rename")},
     )
 
-    def tell(kind: str, path: Any, **more: Any) -> None:
-        found = os.path.realpath(os.fspath(path))
-        if f"{found}{os.sep}".startswith(inside) and os.path.isdir(os.path.dirname(found)):  # else it fails anyway
-            on_operation(Operation(kind, found, **more))
+    def report(kind: str, path: Any, **more: Any) -> None:
+        real_path = os.path.realpath(os.fspath(path))
+        if f"{real_path}{os.sep}".startswith(inside) and os.path.isdir(
+            os.path.dirname(real_path)
+        ):  # else it fails anyway
+            on_operation(Operation(kind, real_path, **more))
 
     class WatchedFile(io.FileIO):
         def write(self, data: Any) -> int:
-            tell("write", os.readlink(f"/proc/self/fd/{self.fileno()}"), data=bytes(data))
+            report("write", os.readlink(f"/proc/self/fd/{self.fileno()}"), data=bytes(data))
             return super().write(data)
 
     def open_file(file: Any, mode: str = "r", buffering: int = -1, encoding: Any = None, errors: Any = None,
@@ -61,27 +69,27 @@ def watch(root: Path, on_operation: OnOperation) -> Iterator[None]:
 
     def open_descriptor(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         if flags & os.O_CREAT and not os.path.lexists(path):
-            tell("create", path)
+            report("create", path)
         elif flags & os.O_TRUNC:
-            tell("truncate", path)
+            report("truncate", path)
         return int(real["open"](path, flags, mode, dir_fd=dir_fd))
 
     def fsync(descriptor: int) -> None:
-        tell("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
+        report("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
         real["fsync"](descriptor)
 
     def rename(source: Any, target: Any, **keys: Any) -> None:
-        tell("rename", source, target=os.path.realpath(target))
+        report("rename", source, target=os.path.realpath(target))
         real["rename"](source, target, **keys)
 
     def mkdir(path: Any, mode: int = 0o777, **keys: Any) -> None:
         if not os.path.lexists(path):
-            tell("mkdir", path)
+            report("mkdir", path)
         real["mkdir"](path, mode, **keys)
 
     def unlink(path: Any, **keys: Any) -> None:
         if os.path.lexists(path):
-            tell("unlink", path)
+            report("unlink", path)
         real["unlink"](path, **keys)
 
     functions = {"open": open_descriptor, "fsync": fsync, "rename": rename, "replace": rename, "mkdir": mkdir,

@@ -18,7 +18,7 @@ from tiny_data import quick
 
 
 class Squeezed(NamedTuple):
-    """What a run in eight lanes does with too little memory."""
+    """The result of a run in eight lanes with too little memory."""
 
     warnings: list[str]
     bytes: int
@@ -29,12 +29,12 @@ class Squeezed(NamedTuple):
 @contextmanager
 def measure_memory() -> Iterator[dict[str, int]]:
     """Measure the bytes that torch takes from the GPU at most, from a clean start."""
-    found: dict[str, int] = {}
+    measured: dict[str, int] = {}
     release_gpu_memory()
     torch.cuda.reset_peak_memory_stats()
-    yield found
+    yield measured
     torch.cuda.synchronize()
-    found["bytes"] = torch.cuda.max_memory_reserved()
+    measured["bytes"] = torch.cuda.max_memory_reserved()
 
 
 @contextmanager
@@ -56,15 +56,15 @@ def run_squeezed(keys: dict[str, Any]) -> Squeezed:
 
     with measure_memory() as eight:
         expected = run(8)
-    with measure_memory() as one:
+    with measure_memory() as one_lane:
         run(1)
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("fedheal").addHandler(handler)
-    with measure_memory() as squeezed, limit_memory(one["bytes"] + 0.25 * (eight["bytes"] - one["bytes"])):
-        found = run(8)
+    with measure_memory() as squeezed, limit_memory(one_lane["bytes"] + 0.25 * (eight["bytes"] - one_lane["bytes"])):
+        actual = run(8)
     experiment = quick(**keys, lanes=1)
     federation = build_federation(experiment, load_domains(experiment), torch.device("cuda"))
     moved = expected - initial_state(federation).model.params.double().cpu()
-    return Squeezed(messages, squeezed["bytes"], eight["bytes"], float((found - expected).norm() / moved.norm()))
+    return Squeezed(messages, squeezed["bytes"], eight["bytes"], float((actual - expected).norm() / moved.norm()))

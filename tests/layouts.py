@@ -55,19 +55,23 @@ def usps(folder: Path, train: int = 30, test: int = 20) -> None:
 def svhn(folder: Path, train: int = 40, test: int = 20) -> None:
     folder.mkdir(parents=True)
     for part, number, seed in (("train", train, 5), ("test", test, 6)):
-        said = np.where(labels(number) == 0, 10, labels(number))[:, None]
-        savemat(folder / f"{part}_32x32.mat", {"X": pixels(seed, 32, 32, 3, number), "y": said}, do_compression=True)
+        stored_labels = np.where(labels(number) == 0, 10, labels(number))[:, None]
+        savemat(
+            folder / f"{part}_32x32.mat",
+            {"X": pixels(seed, 32, 32, 3, number), "y": stored_labels},
+            do_compression=True,
+        )
 
 
 def syn(folder: Path, train: int = 30, test: int = 20) -> None:
     folder.mkdir(parents=True)
     for part, number, seed in (("train", train, 7), ("test", test, 8)):
-        held = {"X": pixels(seed, 32, 32, 3, number), "y": labels(number)[:, None]}
-        savemat(folder / f"synth_{part}_32x32.mat", held)
+        arrays = {"X": pixels(seed, 32, 32, 3, number), "y": labels(number)[:, None]}
+        savemat(folder / f"synth_{part}_32x32.mat", arrays)
 
 
 def digits(root: Path) -> Path:
-    """All four domains, with a stand-in for SYN."""
+    """Write all four domains of Digits, with a stand-in for SYN."""
     mnist(root / "digits" / "mnist")
     usps(root / "digits" / "usps")
     svhn(root / "digits" / "svhn")
@@ -82,7 +86,7 @@ def picture(seed: int, height: int = 20, width: int = 30, form: str = "JPEG") ->
 
 
 def image_folders(folder: Path, counts: dict[str, int], seed: int = 0, suffix: str = ".jpg") -> None:
-    """`<class>/0000.jpg`, ... in a folder."""
+    """Write image folders `<class>/0000.jpg`, ..."""
     form = {".jpg": "JPEG", ".png": "PNG"}[suffix]
     for number, (name, count) in enumerate(counts.items()):
         (folder / name).mkdir(parents=True)
@@ -99,21 +103,21 @@ def office_caltech(
 
 
 def digit_five(folder: Path, train: int = 12, test: int = 6) -> None:
-    """The MATLAB files that Peng et al. share, with their axes, label conventions and cell array."""
+    """Write MATLAB files as Peng et al. share them, with their axes, label conventions and cell array."""
     folder.mkdir(parents=True)
 
-    def both(seed: int, *shape: int) -> list[np.ndarray[Any, Any]]:
+    def make_both_splits(seed: int, *shape: int) -> list[np.ndarray[Any, Any]]:
         return [pixels(seed + part, number, *shape) for part, number in enumerate((train, test))]
 
     column, one_hot = [labels(n)[:, None] for n in (train, test)], [np.eye(10)[labels(n)] for n in (train, test)]
-    grey, colour, large = both(20, 32, 32), both(30, 28, 28, 3), both(40, 32, 32, 3)
+    grey, colour, large = make_both_splits(20, 32, 32), make_both_splits(30, 28, 28, 3), make_both_splits(40, 32, 32, 3)
     named = {"label_train": one_hot[0], "label_test": one_hot[1]}
     savemat(folder / "mnist_data.mat", {"train_32": grey[0], "test_32": grey[1], "train_28": 0, **named})
     savemat(folder / "mnistm_with_label.mat", {"train": colour[0], "test": colour[1], **named}, do_compression=True)
     data = {"train_data": large[0], "test_data": large[1], "train_label": column[0], "test_label": column[1]}
     savemat(folder / "syn_number.mat", data)
     cells = np.empty((2, 2), dtype=object)
-    for row, cube in enumerate(both(50, 1, 28, 28)):
+    for row, cube in enumerate(make_both_splits(50, 1, 28, 28)):
         cells[row, 0], cells[row, 1] = cube / 256, column[row]
     savemat(folder / "usps_28x28.mat", {"dataset": cells}, do_compression=True)
     for part, cube, own in (("train", large[0], column[0]), ("test", large[1], column[1])):
@@ -122,7 +126,7 @@ def digit_five(folder: Path, train: int = 12, test: int = 6) -> None:
 
 
 def split_lists(folder: Path, patterns: tuple[str, str], domain: str, images: Path) -> None:
-    """Text files that divide the images of a domain: of each class the last is for testing."""
+    """Write text files that split a domain's images: the last of each class is for testing."""
     lines: tuple[list[str], list[str]] = ([], [])
     for number, name in enumerate(sorted(path.name for path in images.iterdir()), 1):
         *most, last = sorted((images / name).iterdir())
@@ -134,7 +138,7 @@ def split_lists(folder: Path, patterns: tuple[str, str], domain: str, images: Pa
 
 
 def camera_traps(root: Path, each: int = 11, classes: tuple[str, ...] = ("bird", "cat")) -> None:
-    """A folder of images of four locations and of one that does not count, described in two files."""
+    """Write images of four locations and of one that is not used, with two annotation files."""
     images = root / "eccv_18_all_images_sm"
     images.mkdir(parents=True)
     names = [*classes, "badger"]

@@ -21,10 +21,10 @@ def needs(*things: str) -> None:
             continue
         if thing in ("gpu", "data"):
             pytest.skip(why)
-        missing(why)
+        skip_or_fail(why)
 
 
-def missing(why: str) -> None:
+def skip_or_fail(why: str) -> None:
     """Skip for this reason, or fail where all tests must run."""
     if os.environ.get("FEDHEAL_TEST_ALL"):
         pytest.fail(f"FEDHEAL_TEST_ALL is set, but {why}")

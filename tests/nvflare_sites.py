@@ -29,7 +29,7 @@ from fedheal.nvflare.client import evaluate_site, train_site
 from fedheal.nvflare.exchange import params_to_state_dict, state_dict_to_params
 from fedheal.simulate.federation import Federation
 from fedheal.simulate.round import initial_state, run_rounds
-from tiny_runs import federation as build
+from tiny_runs import make_federation as build
 
 MODEL = "nvflare_sites:make_model"
 Spoil = Callable[[str, str, FLModel], Any]  # (task, site, answer) -> what arrives instead; None: nothing
@@ -37,23 +37,23 @@ Spoil = Callable[[str, str, FLModel], Any]  # (task, site, answer) -> what arriv
 
 @cache
 def get_federation(method: str = "fedheal", rounds: int = 3, only: tuple[str, ...] = ()) -> Federation:
-    return build(method=method, rounds=rounds, model="tiny_data:normed_flat", only=only)
+    return build(method=method, rounds=rounds, model="tiny_data:flat_batchnorm", only=only)
 
 
 def make_model() -> nn.Module:
-    """The simulator's initial model."""
-    return build(model="tiny_data:normed_flat").local_training.module
+    """Return the simulator's initial model."""
+    return build(model="tiny_data:flat_batchnorm").local_training.module
 
 
 def simulate(method: str = "fedheal", rounds: int = 3, only: tuple[str, ...] = ()) -> Any:
-    """The simulator's last state and its records."""
-    federation = build(method=method, rounds=rounds, model="tiny_data:normed_flat", only=only)
+    """Return the simulator's last state and its records."""
+    federation = build(method=method, rounds=rounds, model="tiny_data:flat_batchnorm", only=only)
     done = list(run_rounds(federation, initial_state(federation), SerialEngine(federation.local_training), rounds))
     return done[-1][0], [record for _, record in done]
 
 
 def answer(task: str, site: str, received: FLModel, method: str = "fedheal", as_difference: bool = False) -> FLModel:
-    """What a site sends, as `ScriptRunner` converts it: numpy arrays, whole or as differences."""
+    """Return a site's reply as `ScriptRunner` converts it: numpy arrays, whole or as differences."""
     federation = get_federation(method)
     tensors = params_to_state_dict(received.params)
     received = FLModel(params=tensors, current_round=received.current_round, total_rounds=received.total_rounds)
@@ -64,12 +64,12 @@ def answer(task: str, site: str, received: FLModel, method: str = "fedheal", as_
         tests = federation.tests[domain]
         test = Split(tests.images[share], tests.labels[share])
         return evaluate_site(received, federation.local_training, test, domain=domain)
-    sent = train_site(received, federation.local_training, site, domain=domain)
+    reply = train_site(received, federation.local_training, site, domain=domain)
     if as_difference:
-        sent.params = {name: sent.params[name] - tensors[name] for name in tensors}
-        sent.params_type = ParamsType.DIFF
-    sent.params = state_dict_to_params(sent.params)
-    return sent
+        reply.params = {name: reply.params[name] - tensors[name] for name in tensors}
+        reply.params_type = ParamsType.DIFF
+    reply.params = state_dict_to_params(reply.params)
+    return reply
 
 
 class Workflow:
@@ -91,18 +91,20 @@ class Workflow:
 
     def fire_event(self, event_type: str, fl_ctx: FLContext) -> None: ...
 
-    def bring(self, data: FLModel, task_name: str, targets: list[str], callback: Any = None) -> None:
+    def deliver_task(self, data: FLModel, task_name: str, targets: list[str], callback: Any = None) -> None:
         self._current_failed_clients, self._current_num_targets = set(), len(targets)
         self._current_min_responses = len(targets)  # as `broadcast_model` sets it
         task = self._prepare_task(data, task_name, 0, callback)
         for site in targets:
             self.notify_sent(task.data, site)
-            sent: Any = answer(task_name, site, data, self.site_method, self.as_difference)
-            sent = self.spoil(task_name, site, sent) if self.spoil else sent
-            for one in sent if isinstance(sent, list) else [sent]:
-                if one is not None:
+            reply: Any = answer(task_name, site, data, self.site_method, self.as_difference)
+            reply = self.spoil(task_name, site, reply) if self.spoil else reply
+            for arrived in reply if isinstance(reply, list) else [reply]:
+                if arrived is not None:
                     client_task = ClientTask(Client(site, site), task)
-                    client_task.result = one if isinstance(one, Shareable) else FLModelUtils.to_shareable(one)
+                    client_task.result = (
+                        arrived if isinstance(arrived, Shareable) else FLModelUtils.to_shareable(arrived)
+                    )
                     self._process_result(client_task, FLContext())
 
     def notify_sent(self, task: Shareable, site: str) -> None: ...
@@ -113,7 +115,7 @@ class LocalController(Workflow, FairController):
 
     def send_model_and_wait(self, task_name: str, data: FLModel, targets: list[str], timeout: int) -> list[FLModel]:
         self._results = []
-        self.bring(data, task_name, targets)
+        self.deliver_task(data, task_name, targets)
         return self._results
 
 
@@ -121,7 +123,7 @@ class LocalFedAvg(Workflow, FedAvg):
     """NVFLARE's FedAvg, whose tasks are done in this process."""
 
     def send_model(self, task_name: str, targets: list[str], data: FLModel, callback: Any) -> None:
-        self.bring(data, task_name, targets, callback)
+        self.deliver_task(data, task_name, targets, callback)
 
     def get_num_standing_tasks(self) -> int:
         return 0
@@ -145,6 +147,6 @@ def run_controller(spoil: Spoil | None = None, as_difference: bool = False, **se
     return controller
 
 
-def fail(task: str, site: str, sent: FLModel) -> Shareable:
-    """What arrives when a script raises."""
+def fail(task: str, site: str, reply: FLModel) -> Shareable:
+    """Return the reply of a site whose script raised."""
     return make_reply(ReturnCode.EXECUTION_EXCEPTION)

@@ -35,10 +35,10 @@ class Oracle:
     clients: dict[str, Client] = field(default_factory=dict)
 
     def step(self, model, cohort):
-        """From `model` (params, buffers, counters) and `cohort` {id: (delta, buffers, counters, examples)}: model, weights."""
+        """Return the new model (params, buffers, counters) and weights; cohort: {id: (delta, buffers, counters, examples)}."""
         names = sorted(cohort)
         self.enrol({name: cohort[name][3] for name in names})
-        kept = {name: self.mask(name, self.whole(model, cohort[name])) for name in names}
+        kept = {name: self.mask(name, self.list_signed_values(model, cohort[name])) for name in names}
         weights = self.weights(names, cohort, kept)
         total = sum(weights[name] for name in names)
         u = {name: weights[name] / total for name in names}
@@ -53,7 +53,7 @@ class Oracle:
             new_buffers = self.average(buffers, names, u, moves, kept, G)
             steps = {m: [int(x) - int(y) for x, y in zip(cohort[m][2], counters, strict=True)] for m in names}
             new_counters = [
-                self.truncated(
+                self.average_counter(
                     int(c), names, u, {m: steps[m][i] for m in names}, {m: kept[m][G + B + i] for m in names}
                 )
                 for i, c in enumerate(counters)
@@ -66,16 +66,16 @@ class Oracle:
             self.clients[name] = Client(examples[name])
         everyone = sum(client.examples for client in self.clients.values())
         shares = {name: self.clients[name].examples / everyone for name in new}
-        left = 1 - sum(shares.values())
+        rest = 1 - sum(shares.values())
         for name, client in self.clients.items():
-            client.p = shares[name] if name in shares else client.p * left
+            client.p = shares[name] if name in shares else client.p * rest
 
-    def whole(self, model, sent):
-        """Everything that has signs: the update, and in the released code the moves of buffers and counters."""
-        delta = [float(x) for x in sent[0]]
+    def list_signed_values(self, model, reply):
+        """Return the update and, in the released variant, the changes of buffers and counters."""
+        delta = [float(x) for x in reply[0]]
         if self.variant == "released":
-            delta += [float(x) - float(y) for x, y in zip(sent[1], model[1], strict=True)]
-            delta += [float(int(x) - int(y)) for x, y in zip(sent[2], model[2], strict=True)]
+            delta += [float(x) - float(y) for x, y in zip(reply[1], model[1], strict=True)]
+            delta += [float(int(x) - int(y)) for x, y in zip(reply[2], model[2], strict=True)]
         return delta
 
     def mask(self, name, delta):
@@ -140,7 +140,7 @@ class Oracle:
             result.append(float(start) + (sum(u[m] * float(moves[m][i]) for m in present) / den if den > 0 else 0.0))
         return result
 
-    def truncated(self, before, names, u, steps, kept):
+    def average_counter(self, before, names, u, steps, kept):
         present = [m for m in names if kept[m]]
         if not present:
             return before

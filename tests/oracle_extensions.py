@@ -15,8 +15,8 @@ TIE = Fraction(2, 10**5)
 
 
 @dataclass
-class Extended(Oracle):
-    """`client_domains`: client -> domain, where weight moves between domains."""
+class ExtendedOracle(Oracle):
+    """FedHEAL with soft masks, fading counts and weights per domain (`client_domains` gives each client's domain)."""
 
     soft: bool = False
     forget: str = "0"
@@ -39,12 +39,12 @@ class Extended(Oracle):
 
     def mask(self, name, delta):
         client, tau = self.clients[name], Fraction(self.tau)
-        left, tie = 1 - Fraction(self.forget), TIE if float(self.forget) else Fraction(0)
+        decay, tie = 1 - Fraction(self.forget), TIE if float(self.forget) else Fraction(0)
         past = self.variant == "released"
         up = [x <= 0 if past else x >= 0 for x in delta]
         total, history = Fraction(client.n), [Fraction(c) for c in client.pos or [0] * len(delta)]
-        client.n = left * total + 1
-        client.pos = [left * c + int(g) for c, g in zip(history, up, strict=True)]
+        client.n = decay * total + 1
+        client.pos = [decay * c + int(g) for c, g in zip(history, up, strict=True)]
         if not past:
             total, history = client.n, client.pos
         if not self.fphl or total == 0:
@@ -69,17 +69,17 @@ class Extended(Oracle):
             return examples
         d = {name: self.distance(cohort[name][0], kept[name]) for name in names}
         if self.client_domains is None:
-            return self.followed({name: self.clients[name] for name in names}, d)
+            return self.apply_momentum_rule({name: self.clients[name] for name in names}, d)
         here: dict[str, list[str]] = {}
         for name in names:
             here.setdefault(self.client_domains[name], []).append(name)
         means = {home: math.fsum(d[m] for m in members) / len(members) for home, members in here.items()}
-        held = self.followed({home: self.domains[home] for home in here}, means)
+        domain_weights = self.apply_momentum_rule({home: self.domains[home] for home in here}, means)
         within = {m: examples[m] / sum(examples[o] for o in members) for members in here.values() for m in members}
-        return {name: held[self.client_domains[name]] * within[name] for name in names}
+        return {name: domain_weights[self.client_domains[name]] * within[name] for name in names}
 
-    def followed(self, units, d):
-        """The momentum rule, over clients or domains."""
+    def apply_momentum_rule(self, units, d):
+        """Apply FAEL's momentum rule to clients or domains."""
         total, size, beta = math.fsum(d.values()), len(units), self.beta
         for name, unit in units.items():
             self.rounds[name] = self.rounds.get(name, 0) + 1
@@ -106,7 +106,7 @@ class Extended(Oracle):
             result.append(float(start) + (sum(shares[m] * float(moves[m][i]) for m in names) / den if den > 0 else 0.0))
         return result
 
-    def truncated(self, before, names, u, steps, kept):
+    def average_counter(self, before, names, u, steps, kept):
         shares = {m: Fraction(u[m]) * Fraction(kept[m]) for m in names}
         if not sum(shares.values()):
             return before

@@ -19,7 +19,7 @@ SECTOR = 512  # bytes that a disk writes whole or not at all
 
 @dataclass
 class File:
-    """Bytes, and what of them a sync has made sure of."""
+    """A file's bytes, and those that a sync has made safe."""
 
     content: bytes = b""
     synced: bytes = b""
@@ -55,11 +55,11 @@ class Folder:
 
     def survive(self, manner: str, chance: random.Random) -> dict[str, File | Folder]:
         """Return the names that are left."""
-        left = dict(self.synced)
+        surviving = dict(self.synced)
         for change in self.pending:
             if manner == "names" or (manner == "torn" and chance.random() < 0.5):
-                _apply(left, change)
-        return left
+                _apply(surviving, change)
+        return surviving
 
 
 def _apply(names: dict[str, File | Folder], change: dict[str, File | Folder | None]) -> None:
@@ -71,7 +71,7 @@ def _apply(names: dict[str, File | Folder], change: dict[str, File | Folder | No
 
 
 class Disk:
-    """The files under a folder, as they would be if the operations were all there is."""
+    """The files under a folder after these operations."""
 
     def __init__(self, root: Path, operations: Sequence[Operation]) -> None:
         self.root, self.top = root.resolve(), Folder()
@@ -97,17 +97,17 @@ class Disk:
             return folder.change({name: File() if operation.kind == "create" else Folder()})
         if operation.kind == "unlink":
             return folder.change({name: None})
-        found = folder.names[name]
+        entry = folder.names[name]
         if operation.kind == "rename":
             other, new = self._find(operation.target)
             assert other is folder, "a rename within one folder is atomic; between two there are two changes"
-            return folder.change({name: None, new: found})
-        if isinstance(found, Folder):
-            return found.sync()
+            return folder.change({name: None, new: entry})
+        if isinstance(entry, Folder):
+            return entry.sync()
         if operation.kind == "fsync":
-            found.synced = found.content
+            entry.synced = entry.content
         else:
-            found.content = b"" if operation.kind == "truncate" else found.content + operation.data
+            entry.content = b"" if operation.kind == "truncate" else entry.content + operation.data
         return None
 
     def crash(self, into: Path, manner: str, seed: int | str) -> None:

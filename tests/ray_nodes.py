@@ -59,7 +59,7 @@ def lose_workers(address: str, methods: Sequence[str]) -> None:
             return actor
 
         def _wait_for_result(self, work: Any) -> Any:
-            found, first = super()._wait_for_result(work), work.jobs[0][0]
+            result, first = super()._wait_for_result(work), work.jobs[0][0]
             if isinstance(first, Task) and first.round == 2 and not self.killed:
                 busy = [actor.host.pid for actor in self.actors if actor.host and actor.jobs]
                 if "LOSE_NODE" in os.environ:  # the process that starts the workers of the node that is not the head
@@ -67,7 +67,7 @@ def lose_workers(address: str, methods: Sequence[str]) -> None:
                 for pid in busy[:1]:
                     self.killed = pid
                     os.kill(pid, signal.SIGKILL)
-            return found
+            return result
 
     def run_rounds(federation: Federation, engine: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
         state, records = initial_state(federation), []
@@ -80,11 +80,13 @@ def lose_workers(address: str, methods: Sequence[str]) -> None:
     with connect_to_cluster(address) as ray:
         for method in methods:
             experiment = quick(method=method, model="tiny_data:slow", validation=0.25, lr=0.02)
-            one, two = (build_federation(experiment, load(), torch.device("cpu")) for _ in range(2))
-            expected, records = run_rounds(one, SerialEngine(one.local_training))
-            evaluated = [*two.tests.values(), *two.validation.values()]
-            with Losing(ray, two.local_training, 0, 1, evaluated) as engine:
-                arrays, same_records = run_rounds(two, engine)
+            serial_federation, ray_federation = (
+                build_federation(experiment, load(), torch.device("cpu")) for _ in range(2)
+            )
+            expected, records = run_rounds(serial_federation, SerialEngine(serial_federation.local_training))
+            evaluated = [*ray_federation.tests.values(), *ray_federation.validation.values()]
+            with Losing(ray, ray_federation.local_training, 0, 1, evaluated) as engine:
+                arrays, same_records = run_rounds(ray_federation, engine)
             same = records == same_records and expected.keys() == arrays.keys()
             same = same and all(torch.equal(value, arrays[name]) for name, value in expected.items())
             say(f"{method} {'same' if same and engine.killed else 'DIFFERENT'}")

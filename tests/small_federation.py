@@ -15,15 +15,20 @@ from tiny_data import load, quick
 CPU = torch.device("cpu")
 
 
-def federation(method: str = "fedavg", **keys: Any) -> Federation:
-    given: dict[str, Any] = {"model": "tiny_data:featured", "epochs": 2, "augment": "crop-flip", "participation": 0.7}
+def make_federation(method: str = "fedavg", **keys: Any) -> Federation:
+    fields: dict[str, Any] = {
+        "model": "tiny_data:feature_model",
+        "epochs": 2,
+        "augment": "crop-flip",
+        "participation": 0.7,
+    }
     if method in ("fedce", "fedga"):
-        given["validation"] = 0.25
-    return build_federation(quick(method=method, rounds=3, **given | keys), load(), CPU)
+        fields["validation"] = 0.25
+    return build_federation(quick(method=method, rounds=3, **fields | keys), load(), CPU)
 
 
-def after(fed: Federation, engine: Any, rounds: int = 2) -> list[Tensor]:
-    """The state after some rounds, and the losses; the module itself is left as it was."""
+def run_rounds(fed: Federation, engine: Any, rounds: int = 2) -> list[Tensor]:
+    """Return the state after some rounds and the losses, and restore the module."""
     before = {name: value.clone() for name, value in fed.local_training.module.state_dict().items()}
     state, losses = initial_state(fed), []
     for _ in range(rounds):

@@ -19,7 +19,7 @@ SIDE = 8
 TEST = {"plain": 20, "noisy": 15, "dark": 7}
 CLIENTS = {"plain": 2, "noisy": 2, "dark": 1}
 SAMPLES = {"plain": 24, "noisy": 16, "dark": 13}
-# What makes an experiment on them quick; anything may be said otherwise.
+# Fields that make an experiment on this data quick.
 QUICK: dict[str, Any] = {
     "data": "tiny_data:load",
     "model": "tiny_data:linear",
@@ -33,17 +33,17 @@ WORDS = [f"{key}={value}" for key, value in QUICK.items()]
 
 
 def words(*more: str) -> list[str]:
-    """WORDS, without those that `more` says otherwise, and `more`: on a command line each key may stand once."""
-    said = {word.partition("=")[0] for word in more}
-    return [word for word in WORDS if word.partition("=")[0] not in said] + list(more)
+    """Return WORDS and `more`, which replaces WORDS with the same key: a command line takes each key once."""
+    given_keys = {word.partition("=")[0] for word in more}
+    return [word for word in WORDS if word.partition("=")[0] not in given_keys] + list(more)
 
 
 def quick(**keys: Any) -> Experiment:
     return Experiment(**QUICK | keys)
 
 
-def split(size: int, dim: float, noise: float, seed: int) -> Split:
-    """Each class is bright in another part of the image."""
+def make_split(size: int, dim: float, noise: float, seed: int) -> Split:
+    """Return random images in which each class is bright in another part."""
     chance = torch.Generator().manual_seed(seed)
     labels = torch.arange(size) % len(CLASSES)
     images = noise * torch.rand(size, 3, SIDE, SIDE, generator=chance)
@@ -54,22 +54,22 @@ def split(size: int, dim: float, noise: float, seed: int) -> Split:
 
 def load() -> Domains:
     domains = (
-        Domain("plain", split(60, 1.0, 0.4, 1), split(TEST["plain"], 1.0, 0.4, 2)),
-        Domain("noisy", split(40, 1.0, 1.0, 3), split(TEST["noisy"], 1.0, 1.0, 4)),
-        Domain("dark", split(20, 0.3, 0.9, 5), split(TEST["dark"], 0.3, 0.9, 6)),
+        Domain("plain", make_split(60, 1.0, 0.4, 1), make_split(TEST["plain"], 1.0, 0.4, 2)),
+        Domain("noisy", make_split(40, 1.0, 1.0, 3), make_split(TEST["noisy"], 1.0, 1.0, 4)),
+        Domain("dark", make_split(20, 0.3, 0.9, 5), make_split(TEST["dark"], 0.3, 0.9, 6)),
     )
     return Domains("tiny", CLASSES, domains, tuple(CLIENTS.values()), tuple(SAMPLES.values()))
 
 
-def told() -> Domains:
-    """The same, and who asked for it, into the file that TINY_DATA_TOLD names: process and visible GPUs."""
-    with Path(os.environ["TINY_DATA_TOLD"]).open("a") as file:
+def load_and_log() -> Domains:
+    """Load the data, and append this process and its visible GPUs to the file TINY_DATA_LOG."""
+    with Path(os.environ["TINY_DATA_LOG"]).open("a") as file:
         file.write(f"{os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
     return load()
 
 
 def uneven() -> Domains:
-    """The last domain's images are larger than the others'."""
+    """Load the data with larger images in the last domain."""
     *most, dark = load().domains
     larger = [Split(part.images.repeat(1, 1, 2, 2), part.labels) for part in (dark.train, dark.test)]
     return replace(load(), domains=(*most, Domain("dark", *larger)))
@@ -79,38 +79,44 @@ def failing() -> Domains:
     return {}["nothing"]  # type: ignore[no-any-return]
 
 
-def many() -> Domains:
-    """A thousand clients of four 32 x 32 images each, in two domains."""
+def load_many_clients() -> Domains:
+    """Load two domains with a thousand clients of four 32 x 32 images each."""
 
-    def half(dim: float, seed: int) -> Split:
+    def make_training_split(dim: float, seed: int) -> Split:
         chance = torch.Generator().manual_seed(seed)
         images = torch.randint(0, int(255 * dim), (2000, 3, 32, 32), dtype=torch.uint8, generator=chance)
         return Split(images, torch.arange(2000) % len(CLASSES))
 
-    def few(all_: Split) -> Split:
+    def take_test_split(all_: Split) -> Split:
         return Split(all_.images[:20], all_.labels[:20])
 
-    one, two = half(1.0, 1), half(0.5, 2)
-    return Domains("many", CLASSES, (Domain("one", one, few(one)), Domain("two", two, few(two))), (500, 500), (4, 4))
+    first, second = make_training_split(1.0, 1), make_training_split(0.5, 2)
+    return Domains(
+        "many",
+        CLASSES,
+        (Domain("one", first, take_test_split(first)), Domain("two", second, take_test_split(second))),
+        (500, 500),
+        (4, 4),
+    )
 
 
 def linear(classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE * SIDE, classes))
 
 
-def broad(classes: int, width: int = 512) -> nn.Module:
-    """Many parameters that cost little time, for 32 x 32 images."""
+def wide(classes: int, width: int = 512) -> nn.Module:
+    """Return a network for 32 x 32 images with many parameters that trains quickly."""
     return nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(192, width), nn.ReLU(), nn.Linear(width, classes))
 
 
-def broad_normed(classes: int, width: int = 512) -> nn.Module:
-    """The same, with running means, variances and a counter."""
-    layers = list(broad(classes, width))
+def wide_batchnorm(classes: int, width: int = 512) -> nn.Module:
+    """Return `wide` with batch normalisation: running means, variances and a counter."""
+    layers = list(wide(classes, width))
     return nn.Sequential(*layers[:3], nn.BatchNorm1d(width), *layers[3:])
 
 
-def normed(classes: int, width: int = 4) -> nn.Module:
-    """With running means, variances and a counter."""
+def conv_batchnorm(classes: int, width: int = 4) -> nn.Module:
+    """Return a convolution with batch normalisation: running means, variances and a counter."""
     return nn.Sequential(
         nn.Conv2d(3, width, 3, padding=1),
         nn.BatchNorm2d(width),
@@ -120,8 +126,8 @@ def normed(classes: int, width: int = 4) -> nn.Module:
     )
 
 
-class Featured(nn.Module):
-    """With `features` and `head`, which methods that look at representations need."""
+class FeatureModel(nn.Module):
+    """A network with `features` and `head`, which some methods need."""
 
     def __init__(self, classes: int, width: int = 4) -> None:
         super().__init__()
@@ -129,20 +135,20 @@ class Featured(nn.Module):
         self.head = nn.Linear(width * 9, classes)
 
     def features(self, x: Tensor) -> Tensor:
-        found: Tensor = self.body(x)
-        return found
+        maps: Tensor = self.body(x)
+        return maps
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.features(x))
         return logits
 
 
-def featured(classes: int) -> nn.Module:
-    return Featured(classes)
+def feature_model(classes: int) -> nn.Module:
+    return FeatureModel(classes)
 
 
-class Slow(Featured):
-    """Each step of training takes as many seconds longer as TINY_DATA_SLEEP says; the numbers are those without."""
+class Slow(FeatureModel):
+    """Trains TINY_DATA_SLEEP seconds longer per step, with the same results."""
 
     def features(self, x: Tensor) -> Tensor:
         time.sleep(float(os.environ.get("TINY_DATA_SLEEP", "0")) if self.training else 0)
@@ -153,8 +159,8 @@ def slow(classes: int) -> nn.Module:
     return Slow(classes, 16)
 
 
-class Lowered(Featured):
-    """In a dtype of its own, whatever that of the images."""
+class LowPrecision(FeatureModel):
+    """A network with its own dtype."""
 
     def __init__(self, classes: int, dtype: torch.dtype) -> None:
         super().__init__(classes)
@@ -165,19 +171,19 @@ class Lowered(Featured):
 
 
 def bfloat16(classes: int) -> nn.Module:
-    return Lowered(classes, torch.bfloat16)
+    return LowPrecision(classes, torch.bfloat16)
 
 
 def float16(classes: int) -> nn.Module:
-    return Lowered(classes, torch.float16)
+    return LowPrecision(classes, torch.float16)
 
 
-def dropping(classes: int) -> nn.Module:
+def dropout(classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(3 * SIDE * SIDE, classes))
 
 
-class Tied(nn.Module):
-    """The same square matrix twice, under two names."""
+class TiedWeights(nn.Module):
+    """A network that uses one square matrix under two names."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -191,12 +197,12 @@ class Tied(nn.Module):
         return logits
 
 
-def tied(classes: int) -> nn.Module:
-    return Tied(classes)
+def tied_weights(classes: int) -> nn.Module:
+    return TiedWeights(classes)
 
 
-class Looking(nn.Module):
-    """Decides on the host by what it sees, which no graph can."""
+class DataDependent(nn.Module):
+    """Branches on the values of its input, which no CUDA graph can capture."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -207,11 +213,11 @@ class Looking(nn.Module):
         return logits if bool(x.sum() > 0) else 2 * logits
 
 
-def looking(classes: int) -> nn.Module:
-    return Looking(classes)
+def data_dependent(classes: int) -> nn.Module:
+    return DataDependent(classes)
 
 
-def narrow(classes: int) -> nn.Module:
+def one_class_fewer(classes: int) -> nn.Module:
     return linear(classes - 1)
 
 
@@ -227,13 +233,13 @@ def empty(classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten())
 
 
-def normed_flat(classes: int) -> nn.Module:
-    """Normalises over the images of a batch, of which there must be two."""
+def flat_batchnorm(classes: int) -> nn.Module:
+    """Return a network that normalises over a batch, which must have at least two images."""
     return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(3 * SIDE * SIDE), nn.Linear(3 * SIDE * SIDE, classes))
 
 
-class Odd(nn.Module):
-    """Gives two things, of which neither is asked for, and keeps another."""
+class TwoOutputs(nn.Module):
+    """Returns a tuple instead of logits."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -244,7 +250,7 @@ class Odd(nn.Module):
         return logits, logits
 
 
-class Secretive(Odd):
+class WithExtraState(TwoOutputs):
     def get_extra_state(self) -> dict[str, int]:
         return {"seen": 1}
 
@@ -252,8 +258,8 @@ class Secretive(Odd):
         pass
 
 
-class Auxiliary(Odd):
-    """One thing where it is judged, and two in training."""
+class AuxiliaryOutput(TwoOutputs):
+    """Returns logits in evaluation, and a tuple in training."""
 
     def forward(self, x: Tensor) -> Any:
         logits = self.inner(x)
@@ -261,23 +267,23 @@ class Auxiliary(Odd):
 
 
 class Unpooled(nn.Module):
-    """`features` that are maps: `forward` takes their mean, and `head` alone cannot take them."""
+    """`features` returns maps, which `forward` averages before `head`: `head(features(x))` fails."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
         self.body, self.head = nn.Conv2d(3, 4, 3, stride=2), nn.Linear(4, classes)
 
     def features(self, x: Tensor) -> Tensor:
-        found: Tensor = self.body(x)
-        return found
+        maps: Tensor = self.body(x)
+        return maps
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.features(x).mean(dim=(2, 3)))
         return logits
 
 
-class Pooling(Unpooled):
-    """Likewise, but `head` takes the mean itself: only a method that compares features is led astray."""
+class PoolingHead(Unpooled):
+    """`features` returns maps, and `head` averages them: only methods that compare features fail."""
 
     def __init__(self, classes: int) -> None:
         super().__init__(classes)
@@ -288,22 +294,22 @@ class Pooling(Unpooled):
         return logits
 
 
-class Detached(Odd):
-    """Nothing to go back along."""
+class DetachedOutput(TwoOutputs):
+    """Returns logits without a gradient."""
 
     def forward(self, x: Tensor) -> Any:
         return self.inner(x).detach()
 
 
-class Viewing(Odd):
-    """Takes images for rows that lie one behind the other, which those of a training batch do not."""
+class ViewsInput(TwoOutputs):
+    """Calls `view` on its input, which fails for batches in channels-last format."""
 
     def forward(self, x: Tensor) -> Any:
         return self.inner[1](x.view(len(x), -1))
 
 
 def normalised_weights(classes: int) -> nn.Module:
-    """torch refuses to copy such a module."""
+    """Return a network with `weight_norm`, which torch refuses to copy."""
     return nn.Sequential(nn.Flatten(), nn.utils.weight_norm(nn.Linear(3 * SIDE * SIDE, classes)))
 
 

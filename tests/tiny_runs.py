@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import fedheal
+from fedheal import Packed
 from fedheal.runs.schema import RoundRecord
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.federation import Federation
@@ -21,16 +22,21 @@ def run(**keys: Any) -> Result:
     return fedheal.run(quick(**keys), progress=False)
 
 
-def bits(module: torch.nn.Module) -> dict[str, bytes]:
+def get_model_bytes(module: torch.nn.Module) -> dict[str, bytes]:
     return {name: value.numpy().tobytes() for name, value in module.state_dict().items()}
 
 
-def timeless(history: Sequence[RoundRecord]) -> list[dict[str, Any]]:
+def drop_seconds(history: Sequence[RoundRecord]) -> list[dict[str, Any]]:
     return [{key: value for key, value in vars(record).items() if key != "seconds"} for record in history]
 
 
-def federation(**keys: Any) -> Federation:
+def make_federation(**keys: Any) -> Federation:
     return build_federation(quick(**keys), load(), torch.device("cpu"))
+
+
+def is_same(first: Packed, second: Packed) -> bool:
+    """Return whether two models have the same bits."""
+    return all(torch.equal(getattr(first, f), getattr(second, f)) for f in ("params", "buffers", "counters"))
 
 
 class Stop(fedheal.Callback):

@@ -58,7 +58,7 @@ LAYOUT = Layout.of(NET)
 G, B, C = 5, 2, 1
 
 
-def model(seed=9, dtype=torch.float64):
+def make_model(seed=9, dtype=torch.float64):
     rng = np.random.default_rng(seed)
     return Packed(
         torch.from_numpy(rng.normal(size=G)).to(dtype),
@@ -67,8 +67,8 @@ def model(seed=9, dtype=torch.float64):
     )
 
 
-def updates(clients="abc", seed=0, **changes):
-    """A sound cohort; entries depend on the client's name, not on who else is there."""
+def make_updates(clients="abc", seed=0, **changes):
+    """Return valid updates, whose values depend on the client's name and not on the other clients."""
     rng = {c: np.random.default_rng([seed, ord(c)]) for c in clients}
     fields = {
         "clients": list(clients),
@@ -81,34 +81,34 @@ def updates(clients="abc", seed=0, **changes):
     return Updates(**(fields | changes))
 
 
-def ones(k):
+def make_metrics(k):
     return {name: [1.0] * k for name in ("loss", "train_loss", "lr", "reach")}
 
 
-def after_three_rounds(aggregator, clients="abc"):
-    """A state in which every entry of everybody has always gone up, so that going down is not kept."""
+def run_three_rounds(aggregator, clients="abc"):
+    """Return the state after three rounds of positive updates, so that the mask drops negative entries."""
     state = aggregator.init(LAYOUT)
     for seed in range(3):
-        sent = updates(clients, seed)
-        state = aggregator.apply(model(), replace_(sent, deltas=sent.deltas.abs()), state).state
+        updates = make_updates(clients, seed)
+        state = aggregator.apply(make_model(), replace_fields(updates, deltas=updates.deltas.abs()), state).state
     return state
 
 
-def replace_(sent, **changes):
+def replace_fields(updates, **changes):
     names = ("clients", "deltas", "num_examples", "buffers", "counters", "metrics", "refused")
-    return Updates(**({name: getattr(sent, name) for name in names} | changes))
+    return Updates(**({name: getattr(updates, name) for name in names} | changes))
 
 
-def frozen(state):
+def state_to_bytes(state):
     arrays, json = state.to_arrays()
     return {name: (str(a.dtype), a.numpy().tobytes()) for name, a in arrays.items()}, json
 
 
-def bits(packed):
+def model_to_bytes(packed):
     return [getattr(packed, name).numpy().tobytes() for name in ("params", "buffers", "counters")]
 
 
-def one_sentence(error):
+def check_one_sentence(error):
     assert "\n" not in str(error)
     assert len(str(error)) < 400
     return str(error)
@@ -119,22 +119,25 @@ def one_sentence(error):
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_number_that_is_not_finite_is_refused_and_the_state_stays_usable(make, kernel, donate):
     aggregator = make(kernel=kernel)
-    state, twin = after_three_rounds(aggregator), after_three_rounds(aggregator)
-    before = frozen(state)
-    sent = updates(seed=5)
+    state, twin = run_three_rounds(aggregator), run_three_rounds(aggregator)
+    before = state_to_bytes(state)
+    updates = make_updates(seed=5)
     for entry, value in itertools.product(
         (0, G - 1), (np.nan, np.inf, -np.inf)
     ):  # up is kept, down not, NaN is neither
-        deltas = sent.deltas.clone()
+        deltas = updates.deltas.clone()
         deltas[1, entry] = value
         with pytest.raises(BadUpdate, match="client 'b': its update holds NaN, infinity") as refused:
-            aggregator.apply(model(), replace_(sent, deltas=deltas), state, donate=donate)
-        assert "on_bad_update='skip'" in one_sentence(refused.value)
+            aggregator.apply(make_model(), replace_fields(updates, deltas=deltas), state, donate=donate)
+        assert "on_bad_update='skip'" in check_one_sentence(refused.value)
         assert list(refused.value.reasons) == ["b"]
-        assert frozen(state) == before
-    ours, theirs = aggregator.apply(model(), sent, state, donate=donate), aggregator.apply(model(), sent, twin)
-    assert bits(ours.model) == bits(theirs.model)
-    assert frozen(ours.state) == frozen(theirs.state)
+        assert state_to_bytes(state) == before
+    ours, theirs = (
+        aggregator.apply(make_model(), updates, state, donate=donate),
+        aggregator.apply(make_model(), updates, twin),
+    )
+    assert model_to_bytes(ours.model) == model_to_bytes(theirs.model)
+    assert state_to_bytes(ours.state) == state_to_bytes(theirs.state)
 
 
 @both_kernels
@@ -143,10 +146,10 @@ def test_a_number_that_is_not_finite_is_refused_and_the_state_stays_usable(make,
 def test_narrow_updates_are_searched_too(kernel, dtype, value):
     for make in AGGREGATORS.values():
         aggregator = make(kernel=kernel)
-        deltas = updates().deltas.to(dtype)
+        deltas = make_updates().deltas.to(dtype)
         deltas[2, 3] = value
         with pytest.raises(BadUpdate, match="client 'c'"):
-            aggregator.apply(model(), replace_(updates(), deltas=deltas), aggregator.init(LAYOUT))
+            aggregator.apply(make_model(), replace_fields(make_updates(), deltas=deltas), aggregator.init(LAYOUT))
 
 
 @both_kernels
@@ -157,17 +160,17 @@ def test_nan_far_inside_a_long_update_is_found(kernel):
             deltas = torch.ones(2, width)
             deltas[1, entry] = np.nan
             aggregator = make(kernel=kernel)
-            sent = Updates("ab", deltas, [1, 1], metrics=ones(2))
+            updates = Updates("ab", deltas, [1, 1], metrics=make_metrics(2))
             with pytest.raises(BadUpdate, match="client 'b'"):
-                aggregator.apply(torch.zeros(width), sent, aggregator.init(Layout.flat(width)))
+                aggregator.apply(torch.zeros(width), updates, aggregator.init(Layout.flat(width)))
 
 
 def test_infinities_of_both_signs_do_not_cancel():
     for make in AGGREGATORS.values():
         aggregator = make()
-        sent = Updates("abc", [[np.inf], [-np.inf], [1.0]], [1, 1, 1], metrics=ones(3))
+        updates = Updates("abc", [[np.inf], [-np.inf], [1.0]], [1, 1, 1], metrics=make_metrics(3))
         with pytest.raises(BadUpdate) as refused:
-            aggregator.apply(np.zeros(1), sent, aggregator.init(Layout.flat(1)))
+            aggregator.apply(np.zeros(1), updates, aggregator.init(Layout.flat(1)))
         assert set(refused.value.reasons) == {"a", "b"}
 
 
@@ -181,7 +184,7 @@ SQUARING = [
 @pytest.mark.parametrize("where", ["one entry", "one tensor", "across tensors"])
 def test_numbers_too_large_to_square_are_refused(kernel, name, where):
     # 1.2e154 squared is 1.44e308: two of them exceed the largest float64, 1.8e308, whichever tensors they stand in.
-    deltas = updates().deltas.clone()
+    deltas = make_updates().deltas.clone()
     deltas[1] = 1.0
     if where == "one entry":
         deltas[1, 0] = 1e200
@@ -189,7 +192,7 @@ def test_numbers_too_large_to_square_are_refused(kernel, name, where):
         deltas[1, [0, 1] if where == "one tensor" else [0, 4]] = 1.2e154
     aggregator = AGGREGATORS[name](kernel=kernel)
     with pytest.raises(BadUpdate, match=r"client 'b'.*too large to square"):
-        aggregator.apply(model(), replace_(updates(), deltas=deltas), aggregator.init(LAYOUT))
+        aggregator.apply(make_model(), replace_fields(make_updates(), deltas=deltas), aggregator.init(LAYOUT))
 
 
 @both_kernels
@@ -205,52 +208,54 @@ def test_squares_whose_sum_over_clients_overflows_still_share_evenly(kernel, nam
 @pytest.mark.parametrize("name", [name for name in AGGREGATORS if name not in ("qffl", "qfedavg")])
 @both_kernels
 def test_the_model_never_overflows(name, kernel):
-    """q-FFL shrinks such a step away."""
+    """q-FFL is left out, since it shrinks such a step."""
     aggregator = AGGREGATORS[name](kernel=kernel)
     state = aggregator.init(Layout.flat(2))
-    before = frozen(state)
+    before = state_to_bytes(state)
     with pytest.raises(ValueError, match=r"params overflow torch\.float32") as refused:
-        aggregator.apply(torch.full((2,), 3e38), Updates("a", torch.full((1, 2), 3e38), [1], metrics=ones(1)), state)
-    one_sentence(refused.value)
-    sent = Updates("a", torch.full((1, 2), 1e6), [1], metrics=ones(1))
+        aggregator.apply(
+            torch.full((2,), 3e38), Updates("a", torch.full((1, 2), 3e38), [1], metrics=make_metrics(1)), state
+        )
+    check_one_sentence(refused.value)
+    updates = Updates("a", torch.full((1, 2), 1e6), [1], metrics=make_metrics(1))
     with pytest.raises(ValueError, match=r"overflow torch\.float16"):
-        aggregator.apply(torch.zeros(2, dtype=torch.float16), sent, state)
-    assert frozen(state) == before
+        aggregator.apply(torch.zeros(2, dtype=torch.float16), updates, state)
+    assert state_to_bytes(state) == before
 
 
 @both_kernels
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 def test_who_makes_the_model_overflow_is_named(kernel, policy):
-    """Finite, but not in the model's dtype: the round ends under either policy, since the stages have counted it already."""
+    """The update is finite, but not in the model's dtype: the round fails under either policy, as the stages have used it."""
     aggregator = fedavg(on_bad_update=policy, kernel=kernel)
-    sent = Updates("abc", torch.tensor([[1.0, 1.0], [1.0, 1e100], [1.0, 1.0]], dtype=torch.float64), [1, 1, 1])
-    said = r"params overflow torch\.float32; the models of 'b' do not fit it by themselves$"
-    with pytest.raises(ValueError, match=said) as refused:
-        aggregator.apply(torch.zeros(2), sent, aggregator.init(Layout.flat(2)))
-    one_sentence(refused.value)
+    updates = Updates("abc", torch.tensor([[1.0, 1.0], [1.0, 1e100], [1.0, 1.0]], dtype=torch.float64), [1, 1, 1])
+    message = r"params overflow torch\.float32; the models of 'b' do not fit it by themselves$"
+    with pytest.raises(ValueError, match=message) as refused:
+        aggregator.apply(torch.zeros(2), updates, aggregator.init(Layout.flat(2)))
+    check_one_sentence(refused.value)
 
 
 @everyone
 def test_an_unsound_model_is_refused_before_a_donated_state_is_touched(make):
     aggregator = make()
-    state = after_three_rounds(aggregator)
-    before = frozen(state)
-    start = model(dtype=torch.float32)
+    state = run_three_rounds(aggregator)
+    before = state_to_bytes(state)
+    start = make_model(dtype=torch.float32)
     start.params.fill_(np.nan)
     with pytest.raises(ValueError, match="model"):
-        aggregator.apply(start, updates(seed=5), state, donate=True)
-    assert frozen(state) == before
+        aggregator.apply(start, make_updates(seed=5), state, donate=True)
+    assert state_to_bytes(state) == before
 
 
 @everyone
 def test_a_model_that_is_not_finite_is_refused(make):
     aggregator = make()
     for name in ("params", "buffers"):
-        start = model()
+        start = make_model()
         getattr(start, name)[0] = np.nan
-        sent = updates() if name == "params" else replace_(updates(), buffers=None)
+        updates = make_updates() if name == "params" else replace_fields(make_updates(), buffers=None)
         with pytest.raises(ValueError, match=f"global model's {name} already hold NaN or infinity") as refused:
-            aggregator.apply(start, sent, aggregator.init(LAYOUT))
+            aggregator.apply(start, updates, aggregator.init(LAYOUT))
         assert not isinstance(refused.value, BadUpdate)
 
 
@@ -269,17 +274,17 @@ FLAWS = {
 }
 
 
-def spoil(sent, flaw):
-    fields = {name: getattr(sent, name).clone() for name in ("deltas", "num_examples", "buffers")}
+def spoil(updates, flaw):
+    fields = {name: getattr(updates, name).clone() for name in ("deltas", "num_examples", "buffers")}
     for client, changes in FLAWS[flaw][0].items():
-        row = sent.clients.index(client)
+        row = updates.clients.index(client)
         for name, value in changes.items():
             target = fields[name]
             if target.ndim == 2:
                 target[row, -1] = value
             else:
                 target[row] = value
-    return replace_(sent, **fields)
+    return replace_fields(updates, **fields)
 
 
 FOUND_BY_KERNELS = ["NaN", "infinity", "two", "first and last"]
@@ -295,15 +300,15 @@ FOUND_BY_KERNELS = ["NaN", "infinity", "two", "first and last"]
 def test_a_skipped_client_is_as_absent(name, kernel, flaw):
     aggregator = AGGREGATORS[name](kernel=kernel, on_bad_update="skip")
     _, skipped, reason = FLAWS[flaw]
-    left = "".join(c for c in "abcd" if c not in skipped)
-    ours, theirs = after_three_rounds(aggregator, "abc"), after_three_rounds(aggregator, "abc")
+    remaining = "".join(c for c in "abcd" if c not in skipped)
+    ours, theirs = run_three_rounds(aggregator, "abc"), run_three_rounds(aggregator, "abc")
     for seed in (5, 6):  # 'd' is new in the first
         for donate in (False, True):
-            out = aggregator.apply(model(), spoil(updates("abcd", seed), flaw), ours, donate=donate)
-            alone = aggregator.apply(model(), updates(left, seed), theirs)
-            assert bits(out.model) == bits(alone.model)
-            assert frozen(out.state) == frozen(alone.state)
-            assert out.weights[["abcd".index(c) for c in left]].tolist() == alone.weights.tolist()
+            out = aggregator.apply(make_model(), spoil(make_updates("abcd", seed), flaw), ours, donate=donate)
+            alone = aggregator.apply(make_model(), make_updates(remaining, seed), theirs)
+            assert model_to_bytes(out.model) == model_to_bytes(alone.model)
+            assert state_to_bytes(out.state) == state_to_bytes(alone.state)
+            assert out.weights[["abcd".index(c) for c in remaining]].tolist() == alone.weights.tolist()
             assert out.weights[["abcd".index(c) for c in skipped]].tolist() == [0.0] * len(skipped)
             assert set(out.report["skipped"]) == set(skipped)
             assert {k: v for k, v in out.report.items() if k != "skipped"} == {
@@ -319,20 +324,20 @@ def test_a_bad_client_is_named_with_what_would_do(make, flaw):
     aggregator = make()
     state = aggregator.init(LAYOUT)
     with pytest.raises(BadUpdate, match=f"client 'b': .*{FLAWS[flaw][2]}") as refused:
-        aggregator.apply(model(), spoil(updates("abcd"), flaw), state)
-    assert "on_bad_update='skip'" in one_sentence(refused.value)
+        aggregator.apply(make_model(), spoil(make_updates("abcd"), flaw), state)
+    assert "on_bad_update='skip'" in check_one_sentence(refused.value)
 
 
 @everyone
 def test_both_of_two_equal_ids_are_skipped(make):
-    sent = replace_(updates("abcd"), clients=["a", "b", "c", "b"])
+    updates = replace_fields(make_updates("abcd"), clients=["a", "b", "c", "b"])
     strict, lenient = make(), make(on_bad_update="skip")
     with pytest.raises(BadUpdate, match=r"client 'b': its id occurs 2 times"):
-        strict.apply(model(), sent, strict.init(LAYOUT))
-    out = lenient.apply(model(), sent, lenient.init(LAYOUT))
-    alone = lenient.apply(model(), updates("ac"), lenient.init(LAYOUT))
-    assert bits(out.model) == bits(alone.model)
-    assert frozen(out.state) == frozen(alone.state)
+        strict.apply(make_model(), updates, strict.init(LAYOUT))
+    out = lenient.apply(make_model(), updates, lenient.init(LAYOUT))
+    alone = lenient.apply(make_model(), make_updates("ac"), lenient.init(LAYOUT))
+    assert model_to_bytes(out.model) == model_to_bytes(alone.model)
+    assert state_to_bytes(out.state) == state_to_bytes(alone.state)
     assert out.weights.tolist() == [alone.weights[0], 0, alone.weights[1], 0]
     assert list(out.report["skipped"]) == ["b"]
 
@@ -364,13 +369,13 @@ def test_a_matrix_that_does_not_fit_is_refused_and_skipping_everyone_changes_not
     changes, reason = WHOLE[flaw]
     strict, lenient = make(), make(on_bad_update="skip")
     with pytest.raises(BadUpdate, match=reason) as refused:
-        strict.apply(model(), replace_(updates(), **changes), strict.init(LAYOUT))
-    assert "(and 2 more)" in one_sentence(refused.value)
-    state = after_three_rounds(lenient)
-    before = frozen(state)
-    out = lenient.apply(model(), replace_(updates(), **changes), state, donate=True)
-    assert bits(out.model) == bits(model())
-    assert frozen(out.state) == before
+        strict.apply(make_model(), replace_fields(make_updates(), **changes), strict.init(LAYOUT))
+    assert "(and 2 more)" in check_one_sentence(refused.value)
+    state = run_three_rounds(lenient)
+    before = state_to_bytes(state)
+    out = lenient.apply(make_model(), replace_fields(make_updates(), **changes), state, donate=True)
+    assert model_to_bytes(out.model) == model_to_bytes(make_model())
+    assert state_to_bytes(out.state) == before
     assert out.weights.tolist() == [0, 0, 0]
     assert set(out.report["skipped"]) == set("abc")
 
@@ -379,63 +384,63 @@ def test_a_matrix_that_does_not_fit_is_refused_and_skipping_everyone_changes_not
 @both_kernels
 def test_a_cohort_emptied_by_skipping_changes_nothing_and_the_next_round_goes_on(make, kernel):
     aggregator = make(kernel=kernel, on_bad_update="skip")
-    state, twin = after_three_rounds(aggregator), after_three_rounds(aggregator)
-    sent = updates(seed=5)
-    out = aggregator.apply(model(), replace_(sent, deltas=torch.full((3, G), np.nan)), state, donate=True)
-    assert bits(out.model) == bits(model())
-    assert frozen(out.state) == frozen(twin)
+    state, twin = run_three_rounds(aggregator), run_three_rounds(aggregator)
+    updates = make_updates(seed=5)
+    out = aggregator.apply(make_model(), replace_fields(updates, deltas=torch.full((3, G), np.nan)), state, donate=True)
+    assert model_to_bytes(out.model) == model_to_bytes(make_model())
+    assert state_to_bytes(out.state) == state_to_bytes(twin)
     assert out.weights.tolist() == [0, 0, 0]
     assert set(out.report["skipped"]) == set("abc")
-    ours, theirs = aggregator.apply(model(), sent, out.state), aggregator.apply(model(), sent, twin)
-    assert bits(ours.model) == bits(theirs.model)
-    assert frozen(ours.state) == frozen(theirs.state)
+    ours, theirs = aggregator.apply(make_model(), updates, out.state), aggregator.apply(make_model(), updates, twin)
+    assert model_to_bytes(ours.model) == model_to_bytes(theirs.model)
+    assert state_to_bytes(ours.state) == state_to_bytes(theirs.state)
 
 
 @everyone
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 def test_nobody_came(make, policy):
     aggregator = make(on_bad_update=policy)
-    state = after_three_rounds(aggregator)
-    before, start = frozen(state), model()
-    for nobody in (updates(""), Updates([], [], [])):
+    state = run_three_rounds(aggregator)
+    before, start = state_to_bytes(state), make_model()
+    for nobody in (make_updates(""), Updates([], [], [])):
         out = aggregator.apply(start, nobody, state)
-        assert bits(out.model) == bits(start)
-        assert frozen(out.state) == before
+        assert model_to_bytes(out.model) == model_to_bytes(start)
+        assert state_to_bytes(out.state) == before
         assert (len(out.weights), out.report["skipped"]) == (0, {})
     out.model.params.fill_(7)
-    assert bits(start) == bits(model())
+    assert model_to_bytes(start) == model_to_bytes(make_model())
 
 
 @everyone
 def test_nobodys_updates_are_on_no_device(make):
-    """As in a round on a GPU to which nobody replies. A model without parameters can be on another device here too."""
+    """As in a round on a GPU to which nobody replies; here a model without parameters is on the device `meta`."""
     aggregator = make()
     elsewhere = Packed(torch.zeros(0, device="meta"), torch.ones(2), torch.tensor([4]))
     state = aggregator.init(Layout.of(nn.BatchNorm1d(1, affine=False)))
     out = aggregator.apply(elsewhere, Updates.collect([]), state)
     assert (out.model.params.device.type, out.model.counters.tolist()) == ("meta", [4])
     with pytest.raises(ValueError, match="the model is on meta, the updates are on cpu"):
-        aggregator.apply(elsewhere, Updates("a", torch.zeros(1, 0), [1], metrics=ones(1)), state)
+        aggregator.apply(elsewhere, Updates("a", torch.zeros(1, 0), [1], metrics=make_metrics(1)), state)
 
 
 @everyone
 @both_kernels
 def test_inputs_are_never_changed(make, kernel):
     aggregator = make(kernel=kernel, on_bad_update="skip")
-    state, start, sent = after_three_rounds(aggregator), model(), spoil(updates("abcd", 5), "NaN")
+    state, start, updates = run_three_rounds(aggregator), make_model(), spoil(make_updates("abcd", 5), "NaN")
 
-    def everything():
-        parts = (sent.deltas, sent.num_examples, sent.buffers, sent.counters)
-        return frozen(state), bits(start), [t.numpy().tobytes() for t in parts]
+    def copy_inputs():
+        parts = (updates.deltas, updates.num_examples, updates.buffers, updates.counters)
+        return state_to_bytes(state), model_to_bytes(start), [t.numpy().tobytes() for t in parts]
 
-    before = everything()
-    out = aggregator.apply(start, sent, state)
+    before = copy_inputs()
+    out = aggregator.apply(start, updates, state)
     for name in ("params", "buffers", "counters"):
         getattr(out.model, name).fill_(3)
-    assert everything() == before
+    assert copy_inputs() == before
 
 
-def weighing(*weights):
+def make_weights_stage(*weights):
     def apply(draft):
         return replace(draft, weights=np.array(weights, np.float64))
 
@@ -444,17 +449,17 @@ def weighing(*weights):
 
 @both_kernels
 def test_weights_that_are_all_zero_leave_the_model(kernel):
-    start = model()
-    out = (aggregator := Aggregator(chain(weighing(0, 0, 0)), kernel=kernel)).apply(
-        start, updates(), aggregator.init(LAYOUT)
+    start = make_model()
+    out = (aggregator := Aggregator(chain(make_weights_stage(0, 0, 0)), kernel=kernel)).apply(
+        start, make_updates(), aggregator.init(LAYOUT)
     )
-    assert bits(out.model) == bits(start)
+    assert model_to_bytes(out.model) == model_to_bytes(start)
     assert out.weights.tolist() == [0, 0, 0]
 
 
 @both_kernels
 def test_a_client_with_weight_zero_does_not_count_but_must_be_finite(kernel):
-    aggregator = Aggregator(chain(weighing(1, 0, 1)), kernel=kernel)
+    aggregator = Aggregator(chain(make_weights_stage(1, 0, 1)), kernel=kernel)
     out = aggregator.apply(
         np.zeros(2), Updates("abc", [[1.0, 2], [50, 50], [3, 4]], [1, 1, 1]), aggregator.init(Layout.flat(2))
     )
@@ -466,25 +471,25 @@ def test_a_client_with_weight_zero_does_not_count_but_must_be_finite(kernel):
 
 @pytest.mark.parametrize("weights", [(1, -1, 1), (np.nan, 1, 1), (np.inf, 1, 1), (1, 1), (1, 1, 1, 1)])
 def test_weights_that_are_no_weights_are_the_stages_fault(weights):
-    aggregator = Aggregator(chain(weighing(*weights)))
+    aggregator = Aggregator(chain(make_weights_stage(*weights)))
     with pytest.raises(
-        ValueError, match=r"your stage `.*weighing.*` must give 3 finite, non-negative weights, got"
+        ValueError, match=r"your stage `.*make_weights_stage.*` must give 3 finite, non-negative weights, got"
     ) as refused:
-        aggregator.apply(model(), updates(), aggregator.init(LAYOUT))
+        aggregator.apply(make_model(), make_updates(), aggregator.init(LAYOUT))
     assert not isinstance(refused.value, BadUpdate)
 
 
 def test_enormous_weights_and_example_counts_do_not_overflow():
-    sent = Updates("ab", [[1.0], [3.0]], [1e308, 1e308])
+    updates = Updates("ab", [[1.0], [3.0]], [1e308, 1e308])
     for make in (
         fedavg,
         uniform,
         fedheal,
         lambda: fedheal(fael="exact"),
-        lambda: Aggregator(chain(weighing(1e308, 1e308))),
+        lambda: Aggregator(chain(make_weights_stage(1e308, 1e308))),
     ):
         aggregator = make()
-        out = aggregator.apply(np.zeros(1), sent, aggregator.init(Layout.flat(1)))
+        out = aggregator.apply(np.zeros(1), updates, aggregator.init(Layout.flat(1)))
         assert out.weights.sum() == pytest.approx(1, rel=1e-12)
         assert 1 < out.model[0] < 3
 
@@ -500,7 +505,7 @@ def test_tau_and_beta_are_numbers_from_0_to_1(name, value, variant):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"variant": "Paper"}, r"variant = 'Paper': use one of .*released"),
         ({"variant": None}, r"variant = None: use one of"),
@@ -513,36 +518,36 @@ def test_tau_and_beta_are_numbers_from_0_to_1(name, value, variant):
         ({"kernel": "gpu"}, r"kernel = 'gpu': use 'auto' or one of .*reference"),
     ],
 )
-def test_unknown_settings_are_refused_with_the_known_ones(settings, said):
-    with pytest.raises(ValueError, match=said) as refused:
+def test_unknown_settings_are_refused_with_the_known_ones(settings, message):
+    with pytest.raises(ValueError, match=message) as refused:
         fedheal(**settings)
-    one_sentence(refused.value)
+    check_one_sentence(refused.value)
 
 
-def run(aggregator, sent=None, start=None):
-    return aggregator.apply(start or model(), sent or updates(), aggregator.init(LAYOUT))
+def run(aggregator, updates=None, start=None):
+    return aggregator.apply(start or make_model(), updates or make_updates(), aggregator.init(LAYOUT))
 
 
 @pytest.mark.parametrize("no", [0, np.False_, 0.0])
 def test_another_kind_of_false_for_fael_is_refused_or_means_false(no):
     try:
-        found = run(fedheal(fael=no)).weights.tolist()
+        actual = run(fedheal(fael=no)).weights.tolist()
     except ValueError:
-        found = None
-    assert found in (None, run(fedheal(fael=False)).weights.tolist())
+        actual = None
+    assert actual in (None, run(fedheal(fael=False)).weights.tolist())
 
 
-def needing(*metrics):
-    return Aggregator(chain(replace(weighing(1, 1, 1), needs=frozenset(metrics))), on_bad_update="raise")
+def make_needing_aggregator(*metrics):
+    return Aggregator(chain(replace(make_weights_stage(1, 1, 1), needs=frozenset(metrics))), on_bad_update="raise")
 
 
 def test_a_metric_that_is_needed_and_not_there_is_the_callers_mistake():
     for policy in ("raise", "skip"):
-        aggregator = replace(needing("loss"), on_bad_update=policy)
+        aggregator = replace(make_needing_aggregator("loss"), on_bad_update=policy)
         with pytest.raises(
             ValueError, match=r"needs the client metric 'loss'; the updates have \['steps'\]"
         ) as refused:
-            run(aggregator, updates(metrics={"steps": [1, 2, 3]}))
+            run(aggregator, make_updates(metrics={"steps": [1, 2, 3]}))
         assert not isinstance(refused.value, BadUpdate)
 
 
@@ -552,41 +557,44 @@ def test_a_metric_that_cannot_be_is_that_clients_flaw():
         ("reach", 0.0, "be positive"),
         ("lr", -1.0, "be positive"),
     ):
-        sent = updates(metrics={name: [1, value, 2]})
+        updates = make_updates(metrics={name: [1, value, 2]})
         with pytest.raises(BadUpdate, match=f"client 'b': its metric '{name}' must {needed}, got {value:g}"):
-            run(needing(name), sent)
-    run(needing("loss"), updates(metrics={"loss": [1, 0, 2]}))
+            run(make_needing_aggregator(name), updates)
+    run(make_needing_aggregator("loss"), make_updates(metrics={"loss": [1, 0, 2]}))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_needed_metric_that_is_not_finite_is_that_clients_flaw_and_others_are_nobodys(value):
-    sent = updates(metrics={"loss": [1, value, 2], "steps": [np.nan] * 3})
+    updates = make_updates(metrics={"loss": [1, value, 2], "steps": [np.nan] * 3})
     with pytest.raises(BadUpdate, match=f"client 'b': its metric 'loss' is {value}"):
-        run(needing("loss"), sent)
-    two = Aggregator(chain(Stage(weighing().init, weighing(1, 1).apply, frozenset({"loss"}))), on_bad_update="skip")
-    assert set(run(two, sent).report["skipped"]) == {"b"}
-    assert run(needing(), sent).report["skipped"] == {}
+        run(make_needing_aggregator("loss"), updates)
+    aggregator_of_two = Aggregator(
+        chain(Stage(make_weights_stage().init, make_weights_stage(1, 1).apply, frozenset({"loss"}))),
+        on_bad_update="skip",
+    )
+    assert set(run(aggregator_of_two, updates).report["skipped"]) == {"b"}
+    assert run(make_needing_aggregator(), updates).report["skipped"] == {}
 
 
-def memory(json):
-    """The kinds of states inside, with the sign they count by."""
-    inner = [memory(part) for part in json.values() if isinstance(part, dict) and "kind" in part]
+def list_state_kinds(json):
+    """Return the kind and sign of a state, and those of the states inside it."""
+    inner = [list_state_kinds(part) for part in json.values() if isinstance(part, dict) and "kind" in part]
     return json["kind"], json.get("sign"), inner
 
 
 @everyone
 def test_the_state_of_another_aggregator_is_refused(make):
     aggregator = make()
-    state = after_three_rounds(aggregator)
+    state = run_three_rounds(aggregator)
     for other in AGGREGATORS.values():
-        theirs = after_three_rounds(other())
-        before = frozen(theirs)
-        if memory(before[1]) == memory(frozen(state)[1]):
+        theirs = run_three_rounds(other())
+        before = state_to_bytes(theirs)
+        if list_state_kinds(before[1]) == list_state_kinds(state_to_bytes(state)[1]):
             continue  # the same kind of memory: both can use it
         with pytest.raises(ValueError, match="give a state ") as refused:
-            aggregator.apply(model(), updates(seed=5), theirs)
-        one_sentence(refused.value)
-        assert frozen(theirs) == before
+            aggregator.apply(make_model(), make_updates(seed=5), theirs)
+        check_one_sentence(refused.value)
+        assert state_to_bytes(theirs) == before
 
 
 @everyone
@@ -594,7 +602,7 @@ def test_what_is_no_state_is_refused(make):
     aggregator = make()
     for wrong in (None, {}, aggregator.init(LAYOUT).stage, 3):
         with pytest.raises((TypeError, ValueError), match="state"):
-            aggregator.apply(model(), updates(), wrong)
+            aggregator.apply(make_model(), make_updates(), wrong)
 
 
 @everyone
@@ -602,7 +610,9 @@ def test_the_state_of_another_model_is_refused(make):
     aggregator = make()
     with pytest.raises(ValueError, match=r"the model's params have shape \(5,\); this aggregator's state has 4"):
         aggregator.apply(
-            model().params, replace_(updates(), buffers=None, counters=None), aggregator.init(Layout.flat(4))
+            make_model().params,
+            replace_fields(make_updates(), buffers=None, counters=None),
+            aggregator.init(Layout.flat(4)),
         )
 
 
@@ -610,16 +620,16 @@ def test_the_state_of_another_model_is_refused(make):
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_damaged_checkpoint_whose_counts_do_not_fit_the_model_is_refused(variant, change):
     aggregator = fedheal(variant=variant)
-    arrays, json = after_three_rounds(aggregator).to_arrays()
+    arrays, json = run_three_rounds(aggregator).to_arrays()
     (name,) = (name for name in arrays if name.endswith("counts"))
     counts = arrays[name]
     arrays[name] = torch.zeros(len(counts), counts.shape[1] + change, dtype=counts.dtype)
     with pytest.raises(ValueError, match="counts"):
-        aggregator.apply(model(), updates(), State.from_arrays(arrays, json))
+        aggregator.apply(make_model(), make_updates(), State.from_arrays(arrays, json))
 
 
 def test_a_damaged_checkpoint_is_refused_in_a_sentence():
-    arrays, json = after_three_rounds(fedheal()).to_arrays()
+    arrays, json = run_three_rounds(fedheal()).to_arrays()
     with pytest.raises(ValueError, match=r"unknown; this version knows .*aggregator"):
         AggregatorState.from_arrays(arrays, json | {"kind": "else"})
     for name in arrays:
@@ -631,61 +641,63 @@ def test_a_damaged_checkpoint_is_refused_in_a_sentence():
 
 @everyone
 def test_models_that_do_not_fit(make):
-    aggregator, sent = make(), updates()
+    aggregator, updates = make(), make_updates()
     state = aggregator.init(LAYOUT)
-    for start, said in [
-        (model().params, r"updates carry buffers or counters but the model is a flat vector: give a Packed"),
-        (replace(model(), params=torch.zeros(4, dtype=torch.float64)), r"params have shape \(4,\).*has 5"),
-        (replace(model(), buffers=torch.zeros(3)), r"buffers have shape \(3,\).*has 2"),
-        (replace(model(), counters=torch.zeros(0, dtype=torch.int64)), r"counters have shape \(0,\).*has 1"),
-        (replace(model(), params=torch.zeros(1, 5)), r"params have shape \(1, 5\)"),
-        (replace(model(), params=torch.zeros(5, dtype=torch.int64)), r"int64, not floating point"),
+    for start, message in [
+        (make_model().params, r"updates carry buffers or counters but the model is a flat vector: give a Packed"),
+        (replace(make_model(), params=torch.zeros(4, dtype=torch.float64)), r"params have shape \(4,\).*has 5"),
+        (replace(make_model(), buffers=torch.zeros(3)), r"buffers have shape \(3,\).*has 2"),
+        (replace(make_model(), counters=torch.zeros(0, dtype=torch.int64)), r"counters have shape \(0,\).*has 1"),
+        (replace(make_model(), params=torch.zeros(1, 5)), r"params have shape \(1, 5\)"),
+        (replace(make_model(), params=torch.zeros(5, dtype=torch.int64)), r"int64, not floating point"),
     ]:
-        with pytest.raises(ValueError, match=said) as refused:
-            aggregator.apply(start, sent, state)
-        one_sentence(refused.value)
+        with pytest.raises(ValueError, match=message) as refused:
+            aggregator.apply(start, updates, state)
+        check_one_sentence(refused.value)
     for start in ([0.0] * G, None, {"w": 1}):
         with pytest.raises(TypeError, match=r"model is a .*: give a Packed"):
-            aggregator.apply(start, sent, state)
+            aggregator.apply(start, updates, state)
 
 
 @everyone
 def test_without_buffers_in_the_updates_those_of_the_model_stay(make):
-    aggregator, start = make(), model()
+    aggregator, start = make(), make_model()
     with pytest.warns(UserWarning, match="running statistics"):
-        out = aggregator.apply(start, replace_(updates(), buffers=None, counters=None), aggregator.init(LAYOUT))
-    assert bits(out.model)[1:] == bits(start)[1:]
-    assert bits(out.model)[0] != bits(start)[0]
+        out = aggregator.apply(
+            start, replace_fields(make_updates(), buffers=None, counters=None), aggregator.init(LAYOUT)
+        )
+    assert model_to_bytes(out.model)[1:] == model_to_bytes(start)[1:]
+    assert model_to_bytes(out.model)[0] != model_to_bytes(start)[0]
 
 
 @pytest.mark.parametrize("how", ["read-only", "backwards", "big-endian", "strided"])
 def test_any_numpy_vector_will_do_as_a_model_and_comes_back_as_one(how):
     values = np.array([1.0, 2.0, 3.0])
-    given = {
+    model_forms = {
         "read-only": np.frombuffer(values.tobytes()),
         "backwards": values[::-1].copy()[::-1],
         "big-endian": values.astype(">f8"),
         "strided": np.repeat(values, 2)[::2],
     }[how]
     aggregator = fedavg()
-    out = aggregator.apply(given, Updates("a", [[1.0, 1.0, 1.0]], [1]), aggregator.init(Layout.flat(3)))
+    out = aggregator.apply(model_forms, Updates("a", [[1.0, 1.0, 1.0]], [1]), aggregator.init(Layout.flat(3)))
     assert isinstance(out.model, np.ndarray)
     assert out.model.tolist() == [2, 3, 4]
-    assert given.tolist() == [1, 2, 3]
+    assert model_forms.tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.int16, torch.int32])
 def test_counters_of_any_integer_type(dtype):
     counters = torch.tensor([[1], [0], [1]]).to(dtype)
     for make in (fedavg, fedheal):
-        assert run(make(), updates(counters=counters)).model.counters.tolist() == [1]
+        assert run(make(), make_updates(counters=counters)).model.counters.tolist() == [1]
 
 
 def test_a_module_without_parameters_has_its_buffers_averaged():
     layout = Layout.of(nn.BatchNorm1d(1, affine=False))
     start = Packed(torch.zeros(0), torch.zeros(2), torch.tensor([0]))
-    sent = Updates("ab", torch.zeros(2, 0), [1, 1], buffers=[[1.0, 2.0], [3.0, 4.0]], counters=[[5], [6]])
+    updates = Updates("ab", torch.zeros(2, 0), [1, 1], buffers=[[1.0, 2.0], [3.0, 4.0]], counters=[[5], [6]])
     for make in (fedavg, fedheal, lambda: fedheal(fael="exact")):
         aggregator = make()
-        out = aggregator.apply(start, sent, aggregator.init(layout))
+        out = aggregator.apply(start, updates, aggregator.init(layout))
         assert (out.model.buffers.tolist(), out.model.counters.tolist()) == ([2, 3], [6])

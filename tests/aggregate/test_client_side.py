@@ -14,8 +14,8 @@ NET = Layout.of(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)))  # 12 + 4 + 20 
 G = NET.sizes().params
 
 
-def rounds(number=12, clients=7, dtype=torch.float64, seed=0):
-    """Cohorts of some of the clients, each client with a drift of its own so that masks differ; some entries exactly 0."""
+def make_cohorts(number=12, clients=7, dtype=torch.float64, seed=0):
+    """Yield cohorts of random clients; each client drifts its own way, so that masks differ, and some entries are 0."""
     rng = np.random.default_rng(seed)
     drift = rng.normal(size=(clients, G))
     for t in range(number):
@@ -26,12 +26,12 @@ def rounds(number=12, clients=7, dtype=torch.float64, seed=0):
         yield Updates([f"c{m}" for m in present], torch.from_numpy(rows).to(dtype), examples)
 
 
-def client_round(model, sent, u, states, tau, variant):
-    """What the clients and a server that sees only sums would do."""
+def run_client_round(model, updates, u, states, tau, variant):
+    """Run a round with masks on the clients and a server that sees only sums."""
     numerator = torch.zeros(G, dtype=torch.float64)
     denominator, shares = torch.zeros_like(numerator), {}
-    for i, client in enumerate(sent.clients):
-        share, states[client] = client_share(sent.deltas[i], states.get(client), tau, variant, NET)
+    for i, client in enumerate(updates.clients):
+        share, states[client] = client_share(updates.deltas[i], states.get(client), tau, variant, NET)
         numerator += u[i] * share.masked.to(torch.float64)
         denominator += u[i] * share.kept
         shares[client] = share
@@ -47,11 +47,11 @@ def test_the_same_model_as_the_server_makes(variant, tau, fael):
     state, states = server.init(NET), {}
     theirs = ours = torch.zeros(G, dtype=torch.float64)
     unkept = 0.0
-    for sent in rounds():
-        out = server.apply(theirs, sent, state)
+    for updates in make_cohorts():
+        out = server.apply(theirs, updates, state)
         theirs, state = out.model, out.state
-        u = sent.num_examples if fael is False else 7.25 * out.weights  # any multiple of the weights will do
-        ours, shares = client_round(ours, sent, u, states, tau, variant)
+        u = updates.num_examples if fael is False else 7.25 * out.weights  # any multiple of the weights will do
+        ours, shares = run_client_round(ours, updates, u, states, tau, variant)
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
         unkept = max(unkept, *(1 - float(share.kept.double().mean()) for share in shares.values()))
         if fael:
@@ -67,10 +67,10 @@ def test_narrow_updates(variant, dtype, tolerance):
     server = fedheal(tau=0.5, variant=variant, fael=False)
     state, states = server.init(NET), {}
     theirs = ours = torch.zeros(G)
-    for sent in rounds(dtype=dtype):
-        out = server.apply(theirs, sent, state)
+    for updates in make_cohorts(dtype=dtype):
+        out = server.apply(theirs, updates, state)
         theirs, state = out.model, out.state
-        ours, shares = client_round(ours, sent, sent.num_examples, states, 0.5, variant)
+        ours, shares = run_client_round(ours, updates, updates.num_examples, states, 0.5, variant)
         assert all(share.masked.dtype == dtype for share in shares.values())
         assert ours.dtype == torch.float32
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance)
@@ -79,9 +79,9 @@ def test_narrow_updates(variant, dtype, tolerance):
 @pytest.mark.parametrize("variant", ["paper", "released"])
 def test_a_client_may_store_its_state_between_rounds(variant):
     plain, stored = None, None
-    for sent in rounds(number=6):
-        share, plain = client_share(sent.deltas[0], plain, 0.5, variant)
-        again, state = client_share(sent.deltas[0], stored, 0.5, variant)
+    for updates in make_cohorts(number=6):
+        share, plain = client_share(updates.deltas[0], plain, 0.5, variant)
+        again, state = client_share(updates.deltas[0], stored, 0.5, variant)
         assert torch.equal(share.kept, again.kept)
         assert torch.equal(share.masked, again.masked)
         arrays, json = state.to_arrays()
@@ -149,8 +149,8 @@ def test_a_zero_update_is_kept_and_has_no_distance():
 
 def test_combine_does_not_change_what_it_is_given_nor_the_dtype():
     model, numerator, denominator = torch.ones(2), torch.tensor([3.0, 0.0]).double(), torch.tensor([2.0, 0.0]).double()
-    made = combine(model, numerator, denominator)
-    assert (made.tolist(), made.dtype) == ([2.5, 1.0], torch.float32)
+    combined = combine(model, numerator, denominator)
+    assert (combined.tolist(), combined.dtype) == ([2.5, 1.0], torch.float32)
     assert (model.tolist(), numerator.tolist(), denominator.tolist()) == ([1, 1], [3, 0], [2, 0])
 
 

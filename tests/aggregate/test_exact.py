@@ -23,8 +23,8 @@ SETTINGS = {  # ridge, towards uniform?, floor as a share of 1/K
 }
 
 
-def problem(updates, setting, seed=0):
-    """The Gram matrix of centred updates, and the rest of what `solve_weights` is asked."""
+def make_problem(updates, setting, seed=0):
+    """Return the arguments of `solve_weights`: the Gram matrix of the centred updates, reference, ridge and floor."""
     centred = updates - updates.mean(axis=0)
     gram, k = centred @ centred.T, len(updates)
     ridge, uniform, floor = SETTINGS[setting]
@@ -32,14 +32,14 @@ def problem(updates, setting, seed=0):
     return (gram + gram.T) / 2, np.full(k, 1 / k) if uniform else examples / examples.sum(), ridge, floor / k
 
 
-def objective(p, gram, reference, ridge):
-    """`|C (a - 2 K p)|^2 / (M sbar^2) + ridge |p - reference|^2`, in the most digits there are."""
+def compute_objective(p, gram, reference, ridge):
+    """Return `|C (a - 2 K p)|^2 / (M sbar^2) + ridge |p - reference|^2`, in long double precision."""
     unit = np.asarray(gram, np.longdouble) / np.diag(np.asarray(gram, np.longdouble)).mean()
     return float((np.diag(unit) - 2 * unit @ p).var() + ridge * ((p - reference) ** 2).sum())
 
 
-def residual(p, gram, reference, ridge, floor):
-    """KKT: p is feasible, and no mass can move to a client with a smaller derivative."""
+def compute_residual(p, gram, reference, ridge, floor):
+    """Return by how much p violates the KKT conditions: it is feasible, and no mass can move to a smaller derivative."""
     unit = np.asarray(gram, np.longdouble) / np.diag(np.asarray(gram, np.longdouble)).mean()
     away = np.diag(unit) - 2 * unit @ p
     gradient = -4 * unit @ (away - away.mean()) / len(p) + 2 * ridge * (p - reference)
@@ -49,16 +49,16 @@ def residual(p, gram, reference, ridge, floor):
 
 
 def assert_solved(gram, reference, ridge, floor):
-    p, said = solve_weights(gram, reference, ridge, floor)
-    assert residual(p, gram, reference, ridge, floor) <= 1e-8
-    assert said <= 1e-8
+    p, reported_residual = solve_weights(gram, reference, ridge, floor)
+    assert compute_residual(p, gram, reference, ridge, floor) <= 1e-8
+    assert reported_residual <= 1e-8
     assert p.min() >= floor * (1 - 1e-12)
     assert p.sum() == pytest.approx(1, abs=1e-12)
     return p
 
 
-def projected(v, floor):
-    """The nearest point with sum 1 and all entries at least `floor`."""
+def project_to_simplex(v, floor):
+    """Return the nearest point with sum 1 and all entries at least `floor`."""
     free = 1 - len(v) * floor
     ordered = np.sort(v)[::-1]
     threshold = (np.cumsum(ordered) - free - floor * np.arange(1, len(v) + 1)) / np.arange(1, len(v) + 1)
@@ -66,17 +66,17 @@ def projected(v, floor):
     return np.maximum(v - threshold[count], floor)
 
 
-def descended(gram, reference, ridge, floor, steps=4000):
-    """Accelerated projected gradient, which knows nothing of least squares."""
+def run_projected_gradient(gram, reference, ridge, floor, steps=4000):
+    """Minimise by accelerated projected gradient descent, independently of the least-squares solver."""
     unit, k = gram / np.diag(gram).mean(), len(gram)
     centred = unit - unit.mean(axis=0)
     step = 1 / (8 / k * np.linalg.norm(centred.T @ centred, 2) + 2 * ridge)
-    p = ahead = projected(reference, floor)
+    p = ahead = project_to_simplex(reference, floor)
     t = 1.0
     for _ in range(steps):
         away = np.diag(unit) - 2 * unit @ ahead
         gradient = -4 * unit @ (away - away.mean()) / k + 2 * ridge * (ahead - reference)
-        new = projected(ahead - step * gradient, floor)
+        new = project_to_simplex(ahead - step * gradient, floor)
         after = (1 + np.sqrt(1 + 4 * t * t)) / 2
         ahead = new + (t - 1) / after * (new - p)
         p, t = new, after
@@ -89,12 +89,12 @@ def descended(gram, reference, ridge, floor, steps=4000):
 @pytest.mark.parametrize("length", [1, 40])
 def test_against_a_long_projected_gradient_run(k, length, setting):
     rng = np.random.default_rng([k, length])
-    gram, reference, ridge, floor = problem(rng.normal(size=(k, length)) * rng.uniform(0.5, 2, (k, 1)), setting)
+    gram, reference, ridge, floor = make_problem(rng.normal(size=(k, length)) * rng.uniform(0.5, 2, (k, 1)), setting)
     p = assert_solved(gram, reference, ridge, floor)
-    other = descended(gram, reference, ridge, floor)
-    best = objective(p, gram, reference, ridge)
-    assert best <= objective(other, gram, reference, ridge) + 1e-14
-    if residual(other, gram, reference, ridge, floor) < 1e-9:
+    other = run_projected_gradient(gram, reference, ridge, floor)
+    best = compute_objective(p, gram, reference, ridge)
+    assert best <= compute_objective(other, gram, reference, ridge) + 1e-14
+    if compute_residual(other, gram, reference, ridge, floor) < 1e-9:
         np.testing.assert_allclose(p, other, atol=1e-5)
 
 
@@ -102,10 +102,10 @@ def test_against_a_long_projected_gradient_run(k, length, setting):
 @pytest.mark.parametrize("k", [2, 4, 8, 14])
 def test_against_a_general_solver(k, setting):
     rng = np.random.default_rng(k)
-    gram, reference, ridge, floor = problem(rng.normal(size=(k, 30)) * rng.uniform(0.3, 2, (k, 1)), setting)
+    gram, reference, ridge, floor = make_problem(rng.normal(size=(k, 30)) * rng.uniform(0.3, 2, (k, 1)), setting)
     p = assert_solved(gram, reference, ridge, floor)
-    found = minimize(
-        objective,
+    solution = minimize(
+        compute_objective,
         np.full(k, 1 / k),
         (gram, reference, ridge),
         method="SLSQP",
@@ -113,16 +113,16 @@ def test_against_a_general_solver(k, setting):
         constraints={"type": "eq", "fun": lambda p: p.sum() - 1},
         options={"ftol": 1e-14, "maxiter": 500},
     )
-    assert objective(p, gram, reference, ridge) <= found.fun + 1e-12
-    np.testing.assert_allclose(p, found.x, atol=2e-3)
+    assert compute_objective(p, gram, reference, ridge) <= solution.fun + 1e-12
+    np.testing.assert_allclose(p, solution.x, atol=2e-3)
 
 
 @pytest.mark.parametrize("setting", ["exact", "exact-reg"])
 def test_three_clients_against_every_point_of_a_grid(setting):
-    gram, reference, ridge, floor = problem(np.array([[1.0, 0], [0, 2], [-3, 1]]), setting)
-    best = objective(assert_solved(gram, reference, ridge, floor), gram, reference, ridge)
+    gram, reference, ridge, floor = make_problem(np.array([[1.0, 0], [0, 2], [-3, 1]]), setting)
+    best = compute_objective(assert_solved(gram, reference, ridge, floor), gram, reference, ridge)
     grid = [np.array([i, j, 60 - i - j]) / 60 for i in range(61) for j in range(61 - i)]
-    values = [objective(p, gram, reference, ridge) for p in grid if p.min() >= floor]
+    values = [compute_objective(p, gram, reference, ridge) for p in grid if p.min() >= floor]
     assert best <= min(values)
     assert min(values) - best < 0.01
 
@@ -179,7 +179,7 @@ def test_kkt_holds_on_whatever_comes(k, length, spread, kind, setting, seed):
         updates = rng.integers(-1, 2, (k, min(length, 3))).astype(float)
     if kind == "one mover":
         updates[1:] = 0.0
-    gram, reference, ridge, floor = problem(updates, setting, seed)
+    gram, reference, ridge, floor = make_problem(updates, setting, seed)
     if np.diag(gram).mean() > 0:
         assert_solved(gram, reference, ridge, floor)
 
@@ -188,14 +188,14 @@ def test_kkt_holds_on_whatever_comes(k, length, spread, kind, setting, seed):
 def test_an_ill_conditioned_gram_matrix(setting):
     for k in (5, 12, 20):
         hilbert = 1 / (np.arange(k)[:, None] + np.arange(k) + 1.0)  # condition number above 1e16 from k = 12
-        assert_solved(hilbert, *problem(np.zeros((k, 1)), setting)[1:])
+        assert_solved(hilbert, *make_problem(np.zeros((k, 1)), setting)[1:])
 
 
 @pytest.mark.parametrize("setting", ["exact", "exact-reg"])
 def test_duplicates_and_fewer_entries_than_clients(setting):
     rng = np.random.default_rng(0)
     for updates in (rng.normal(size=(9, 2)), rng.normal(size=(12, 1)), np.repeat(rng.normal(size=(3, 50)), 4, axis=0)):
-        gram, reference, ridge, floor = problem(updates, setting)
+        gram, reference, ridge, floor = make_problem(updates, setting)
         p = assert_solved(gram, reference, ridge, floor)
         if updates.shape[1] == 50 and setting == "exact":
             # Only the sum over duplicates matters to the distances: within them, the ridge keeps the reference's differences.
@@ -208,7 +208,7 @@ def test_duplicates_and_fewer_entries_than_clients(setting):
 @pytest.mark.parametrize("scale", [1e-30, 1e-300, 1e30, 1e290])
 def test_the_scale_of_the_updates_changes_nothing(setting, scale):
     rng = np.random.default_rng(1)
-    gram, *rest = problem(rng.normal(size=(7, 20)) * rng.uniform(0.3, 2, (7, 1)), setting)
+    gram, *rest = make_problem(rng.normal(size=(7, 20)) * rng.uniform(0.3, 2, (7, 1)), setting)
     p = assert_solved(gram * scale, *rest)
     np.testing.assert_allclose(p, solve_weights(gram, *rest)[0], atol=1e-9)
 
@@ -218,13 +218,13 @@ def test_the_scale_of_the_updates_changes_nothing(setting, scale):
 def test_many_clients(setting, k, length, copies):
     rng = np.random.default_rng(k)
     updates = np.repeat(rng.normal(size=(k // copies, length)) * rng.uniform(0.3, 2, (k // copies, 1)), copies, axis=0)
-    assert_solved(*problem(updates, setting))
+    assert_solved(*make_problem(updates, setting))
 
 
 @pytest.mark.parametrize("setting", ["exact", "exact-reg"])
 def test_the_order_of_clients_does_not_matter(setting):
     rng = np.random.default_rng(2)
-    gram, reference, ridge, floor = problem(rng.normal(size=(8, 20)) * rng.uniform(0.3, 2, (8, 1)), setting)
+    gram, reference, ridge, floor = make_problem(rng.normal(size=(8, 20)) * rng.uniform(0.3, 2, (8, 1)), setting)
     order = rng.permutation(8)
     p, _ = solve_weights(gram, reference, ridge, floor)
     shuffled, _ = solve_weights(gram[np.ix_(order, order)], reference[order], ridge, floor)
@@ -236,10 +236,12 @@ def test_the_regularised_rule_keeps_everyone_above_the_floor():
     for k in (2, 5, 20):
         # One giant and many that hardly move: without floor and ridge most would get nothing.
         updates = rng.normal(size=(k, 30)) * np.array([10.0] + [0.1] * (k - 1))[:, None]
-        p = assert_solved(*problem(updates, "exact-reg"))
+        p = assert_solved(*make_problem(updates, "exact-reg"))
         assert p.min() >= 0.2 / k - 1e-15
     four = np.repeat(np.eye(4) * [1, 2, 3, 4], 5, axis=0) @ rng.normal(size=(4, 500)) + 0.3 * rng.normal(size=(20, 500))
-    assert (assert_solved(*problem(four, "exact-reg")) > 0.2 / 20).sum() >= 15  # nearly all above it, none silenced
+    assert (
+        assert_solved(*make_problem(four, "exact-reg")) > 0.2 / 20
+    ).sum() >= 15  # nearly all above it, none silenced
 
 
 @pytest.mark.parametrize("below", [0.0, 1e-15, 1e-13, 1e-11, 1e-9, 1e-6])
@@ -247,17 +249,17 @@ def test_a_floor_of_an_equal_part_is_uniform_for_any_number_of_clients(below):
     rng = np.random.default_rng(8)
     for k in range(1, 65):
         aggregator = Aggregator(STAGES["fael-exact"](floor=1.0 - below))
-        sent = Updates(range(k), rng.normal(size=(k, 50)), rng.integers(1, 90, k))
-        out = aggregator.apply(np.zeros(50), sent, aggregator.init(Layout.flat(50)))
+        updates = Updates(range(k), rng.normal(size=(k, 50)), rng.integers(1, 90, k))
+        out = aggregator.apply(np.zeros(50), updates, aggregator.init(Layout.flat(50)))
         np.testing.assert_allclose(out.weights, 1 / k, atol=1e-12 + below)
 
 
 def test_the_exact_rule_beats_example_shares_and_uniform_on_its_own_objective():
     rng = np.random.default_rng(4)
     aggregator = fedheal(fael="exact", fphl=False)
-    sent = Updates(range(6), rng.normal(size=(6, 50)) * rng.uniform(0.3, 2, (6, 1)), rng.integers(1, 99, 6))
-    told = aggregator.apply(np.zeros(50), sent, aggregator.init(Layout.flat(50))).report["variance"]
-    assert told["reached"] < min(told["examples"], told["uniform"])
+    updates = Updates(range(6), rng.normal(size=(6, 50)) * rng.uniform(0.3, 2, (6, 1)), rng.integers(1, 99, 6))
+    variance = aggregator.apply(np.zeros(50), updates, aggregator.init(Layout.flat(50))).report["variance"]
+    assert variance["reached"] < min(variance["examples"], variance["uniform"])
 
 
 @pytest.mark.parametrize("kernel", ["reference", "cpu"])
@@ -281,21 +283,21 @@ def test_the_report_is_the_definition(kernel, fael, fphl, monkeypatch):
     assert not fphl or (kept == 0).mean() > 0.05
     centred = kept - kept.mean(axis=0)
 
-    def distances(p):
+    def compute_distances(p):
         return ((p @ centred - centred) ** 2).sum(axis=1)
 
     p = out.weights.numpy()
     shares, uniform = examples / examples.sum(), np.full(k, 1 / k)
-    told = out.report["variance"]
-    np.testing.assert_allclose(list(out.report["distance"].values()), distances(p), rtol=1e-11)
+    variance = out.report["variance"]
+    np.testing.assert_allclose(list(out.report["distance"].values()), compute_distances(p), rtol=1e-11)
     scale = out.report["scale"] ** 2
     for name, weights in (("reached", p), ("examples", shares), ("uniform", uniform)):
-        np.testing.assert_allclose(told[name], distances(weights).var(), rtol=1e-9, atol=1e-12 * scale)
+        np.testing.assert_allclose(variance[name], compute_distances(weights).var(), rtol=1e-9, atol=1e-12 * scale)
     assert out.report["scale"] == pytest.approx((centred**2).sum(axis=1).mean(), rel=1e-12)
     assert out.report["kkt"] <= 1e-8
     ridge, towards_uniform, floor = SETTINGS[fael]
     reference = uniform if towards_uniform else shares
-    assert residual(p, centred @ centred.T, reference, ridge, floor / k) <= 1e-8
+    assert compute_residual(p, centred @ centred.T, reference, ridge, floor / k) <= 1e-8
 
 
 @pytest.mark.parametrize(("fael", "weights"), [("exact", [0.1, 0.3, 0.6]), ("exact-reg", [1 / 3] * 3)])
@@ -321,27 +323,27 @@ def test_one_client_gets_everything(fael):
 @pytest.mark.parametrize("scale", [1e-100, 1e-30, 1e30, 1e100])
 def test_the_aggregator_does_not_mind_the_scale_either(fael, scale):
     rng = np.random.default_rng(6)
-    rows, found = rng.normal(size=(4, 20)) * rng.uniform(0.3, 2, (4, 1)), []
+    rows, weights = rng.normal(size=(4, 20)) * rng.uniform(0.3, 2, (4, 1)), []
     for factor in (1.0, scale):
         aggregator = fedheal(fael=fael)
-        sent = Updates(range(4), torch.from_numpy(rows * factor), [1, 2, 3, 4])
-        out = aggregator.apply(torch.zeros(20, dtype=torch.float64), sent, aggregator.init(Layout.flat(20)))
-        found.append(out.weights.numpy())
-    np.testing.assert_allclose(found[1], found[0], atol=1e-9)
+        updates = Updates(range(4), torch.from_numpy(rows * factor), [1, 2, 3, 4])
+        out = aggregator.apply(torch.zeros(20, dtype=torch.float64), updates, aggregator.init(Layout.flat(20)))
+        weights.append(out.weights.numpy())
+    np.testing.assert_allclose(weights[1], weights[0], atol=1e-9)
 
 
 def test_beta_is_ignored_and_nothing_is_remembered():
     rng = np.random.default_rng(7)
-    sent = Updates(range(4), rng.normal(size=(4, 20)), [1, 2, 3, 4])
-    found = []
+    updates = Updates(range(4), rng.normal(size=(4, 20)), [1, 2, 3, 4])
+    results = []
     for beta in (0.0, 0.4, 1.0):
         aggregator = fedheal(fael="exact", beta=beta, fphl=False)
         state = aggregator.init(Layout.flat(20))
         for _ in range(2):
-            out = aggregator.apply(np.zeros(20), sent, state)
+            out = aggregator.apply(np.zeros(20), updates, state)
             state = out.state
-            found.append(out.weights.tolist())
-    assert all(weights == found[0] for weights in found)
+            results.append(out.weights.tolist())
+    assert all(weights == results[0] for weights in results)
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.25])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from aggregate.rounds import apply_rounds
 from fedheal import Layout, Packed, Updates
 from fedheal.aggregate import chain, fedfv, gram, uniform
 from fedheal.aggregate.registry import STAGES
@@ -17,21 +18,12 @@ from fedheal.aggregate.whole.fedfv import choose_unprojected, fedfv_stage
 KERNELS = ["reference", "cpu"]
 
 
-def sent(clients, rows, loss):
+def make_updates(clients, rows, loss):
     return Updates(clients, np.array(rows, float), [1 + i for i in range(len(clients))], metrics={"loss": loss})
 
 
-def play(aggregator, cohorts, width):
-    model, state, results = np.zeros(width), aggregator.init(Layout.flat(width)), []
-    for cohort in cohorts:
-        out = aggregator.apply(model, cohort, state)
-        results.append(out)
-        model, state = out.model, out.state
-    return results
-
-
-class Loops:
-    """The authors' loops: gradients as whole vectors, the last one of every client ever seen kept for ever."""
+class ReferenceFedFV:
+    """The authors' loops over whole gradient vectors, which keep every client's last gradient."""
 
     def __init__(self, alpha, tau, width):
         self.alpha, self.tau, self.t = alpha, tau, 0
@@ -73,7 +65,7 @@ def test_two_rounds_by_hand(kernel):
     # Round 0 < tau. The mean is (0, 1/2), of length 1/2; g has length sqrt(5/8).
     # Round 1, the same updates: <g, a> = -1/4, <g, b> = 1: g off a is (0, 3/4), brought to length 1/2: (0, 1/2).
     aggregator = fedfv(alpha=0.1, tau=1, kernel=kernel)
-    first, second = play(aggregator, [sent("ab", [[1, 0], [-1, 1]], [1, 2])] * 2, 2)
+    first, second = apply_rounds(aggregator, [make_updates("ab", [[1, 0], [-1, 1]], [1, 2])] * 2, Layout.flat(2))
     assert first.model == pytest.approx(np.array([-0.25, 0.75]) * 0.5 / math.sqrt(5 / 8), rel=1e-14)
     assert first.report["conflicts"] == 1
     assert first.report["coefficients"] == pytest.approx({"a": 0.5, "b": 0.75}, rel=1e-14)
@@ -85,7 +77,9 @@ def test_the_order_is_that_of_the_losses():
     # c = (0, 1) conflicts with a = (-1, -1) and b = (1, -1); alpha 0 keeps nobody.  c off a first: <c, a> = -1:
     #   c + a/2 = (-1/2, 1/2), then off b: <., b> = -1: + b/2: (0, 0). The other way round: (1/2, 1/2), then (0, 0).
     # a off b: no conflict; off c: <a, c> = -1: a + c = (-1, 0).  b: (1, 0). The sum is 0 although the mean is (0, -1/3).
-    (out,) = play(fedfv(alpha=0.0), [sent("abc", [[-1, -1], [1, -1], [0, 1]], [1, 2, 3])], 2)
+    (out,) = apply_rounds(
+        fedfv(alpha=0.0), [make_updates("abc", [[-1, -1], [1, -1], [0, 1]], [1, 2, 3])], Layout.flat(2)
+    )
     assert out.model.tolist() == [0, 0]
 
 
@@ -95,37 +89,43 @@ def test_the_order_is_that_of_the_losses():
 def test_it_is_the_authors_loops(alpha, tau, kernel):
     rng = np.random.default_rng(0)
     width = 9
-    drift, twin, cohorts = rng.normal(size=width), Loops(alpha, tau, width), []
+    drift, twin, cohorts = rng.normal(size=width), ReferenceFedFV(alpha, tau, width), []
     for _ in range(12):
         here = [c for c in "abcdefgh" if rng.random() < 0.5] or ["a"]
         rng.shuffle(here)
-        cohorts.append(sent(here, 0.3 * drift + rng.normal(size=(len(here), width)), rng.uniform(0, 3, len(here))))
-    for cohort, out in zip(cohorts, play(fedfv(alpha, tau, kernel=kernel), cohorts, width), strict=True):
+        cohorts.append(
+            make_updates(here, 0.3 * drift + rng.normal(size=(len(here), width)), rng.uniform(0, 3, len(here)))
+        )
+    for cohort, out in zip(
+        cohorts, apply_rounds(fedfv(alpha, tau, kernel=kernel), cohorts, Layout.flat(width)), strict=True
+    ):
         twin.round(cohort)
         np.testing.assert_allclose(out.model, twin.model, rtol=0, atol=1e-10)
 
 
 def test_without_conflicts_it_is_the_plain_mean():
-    """Orthogonal updates and updates at sharp angles."""
+    """Updates at angles of at most 90 degrees are not projected."""
     rng = np.random.default_rng(1)
     turned, _ = np.linalg.qr(rng.normal(size=(40, 40)))
     for rows in (turned[:6] * rng.uniform(0.1, 5, (6, 1)), np.eye(6), rng.uniform(0, 1, (6, 40))):
-        cohorts = [sent("abcdef", rows, rng.uniform(0, 2, 6))] * 3
-        ours = play(fedfv(tau=1), cohorts, rows.shape[1])[-1]
-        theirs = play(uniform(), cohorts, rows.shape[1])[-1]
+        cohorts = [make_updates("abcdef", rows, rng.uniform(0, 2, 6))] * 3
+        ours = apply_rounds(fedfv(tau=1), cohorts, Layout.flat(rows.shape[1]))[-1]
+        theirs = apply_rounds(uniform(), cohorts, Layout.flat(rows.shape[1]))[-1]
         np.testing.assert_allclose(ours.model, theirs.model, rtol=0, atol=1e-14)
         assert ours.report["conflicts"] == 0
 
 
 def test_opposite_updates_leave_the_model_where_it_is():
     for alpha in (0.0, 0.1, 1.0):
-        outs = play(fedfv(alpha=alpha), [sent("ab", [[1, 2], [-1, -2]], [1, 2])] * 3, 2)
+        outs = apply_rounds(fedfv(alpha=alpha), [make_updates("ab", [[1, 2], [-1, -2]], [1, 2])] * 3, Layout.flat(2))
         assert outs[-1].model.tolist() == [0, 0]
 
 
 def test_updates_of_zero():
-    out = play(
-        fedfv(tau=2), [sent("abc", [[0, 0], [1, 1], [0, 0]], [1, 1, 1]), sent("ab", [[0, 0], [0, 0]], [1, 1])], 2
+    out = apply_rounds(
+        fedfv(tau=2),
+        [make_updates("abc", [[0, 0], [1, 1], [0, 0]], [1, 1, 1]), make_updates("ab", [[0, 0], [0, 0]], [1, 1])],
+        Layout.flat(2),
     )
     assert out[0].model == pytest.approx([1 / 3, 1 / 3], rel=1e-14)
     assert out[1].model.tolist() == out[0].model.tolist()
@@ -150,17 +150,17 @@ def test_how_many_are_kept(clients, alpha, kept):
 def test_only_what_may_still_be_asked_for_is_remembered():
     rows = {c: [float(ord(c)), 1.0] for c in "abcd"}
 
-    def cohort(clients):
-        return sent(clients, [rows[c] for c in clients], [1] * len(clients))
+    def make_cohort(clients):
+        return make_updates(clients, [rows[c] for c in clients], [1] * len(clients))
 
-    cohorts = [cohort("ab"), cohort("bc"), cohort("d"), cohort("a")]
-    held = [out.state.stage for out in play(fedfv(tau=3), cohorts, 2)]
+    cohorts = [make_cohort("ab"), make_cohort("bc"), make_cohort("d"), make_cohort("a")]
+    states = [out.state.stage for out in apply_rounds(fedfv(tau=3), cohorts, Layout.flat(2))]
     # After round t, the next one asks for clients last seen in rounds t and t - 1.
-    assert [state.clients for state in held] == [("a", "b"), ("a", "b", "c"), ("b", "c", "d"), ("d", "a")]
-    assert held[2].last.tolist() == [1, 1, 2]
-    assert held[2].updates.tolist() == [rows["b"], rows["c"], rows["d"]]
+    assert [state.clients for state in states] == [("a", "b"), ("a", "b", "c"), ("b", "c", "d"), ("d", "a")]
+    assert states[2].last.tolist() == [1, 1, 2]
+    assert states[2].updates.tolist() == [rows["b"], rows["c"], rows["d"]]
     for tau in (0, 1):
-        assert play(fedfv(tau=tau), cohorts, 2)[-1].state.stage.updates.shape == (0, 2)
+        assert apply_rounds(fedfv(tau=tau), cohorts, Layout.flat(2))[-1].state.stage.updates.shape == (0, 2)
 
 
 def test_the_memory_is_as_sent_and_its_own():
@@ -176,10 +176,14 @@ def test_the_memory_is_as_sent_and_its_own():
 
 def test_several_blocks_of_columns(monkeypatch):
     rng = np.random.default_rng(2)
-    cohorts = [sent("abc"[: 2 + t % 2], rng.normal(size=(2 + t % 2, 50)), [3, 2, 1][: 2 + t % 2]) for t in range(4)]
-    whole = play(fedfv(tau=2), cohorts, 50)[-1].model
+    cohorts = [
+        make_updates("abc"[: 2 + t % 2], rng.normal(size=(2 + t % 2, 50)), [3, 2, 1][: 2 + t % 2]) for t in range(4)
+    ]
+    whole = apply_rounds(fedfv(tau=2), cohorts, Layout.flat(50))[-1].model
     monkeypatch.setattr(gram, "BLOCK", 16)
-    np.testing.assert_allclose(play(fedfv(tau=2), cohorts, 50)[-1].model, whole, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(
+        apply_rounds(fedfv(tau=2), cohorts, Layout.flat(50))[-1].model, whole, rtol=0, atol=1e-13
+    )
 
 
 def test_buffers_are_averaged_evenly():
@@ -199,7 +203,7 @@ def test_it_stands_alone():
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"alpha": 1.1}, "alpha = 1.1: use a number from 0 to 1"),
         ({"tau": -1}, "tau = -1: use a whole number that is not negative"),
@@ -207,6 +211,6 @@ def test_it_stands_alone():
         ({"tau": True}, "tau = True: use a whole number"),
     ],
 )
-def test_parameters_out_of_range(settings, said):
-    with pytest.raises(ValueError, match=said):
+def test_parameters_out_of_range(settings, message):
+    with pytest.raises(ValueError, match=message):
         fedfv(**settings)

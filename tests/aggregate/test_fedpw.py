@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from aggregate.rounds import apply_rounds
 from fedheal import Layout, Packed, Updates
 from fedheal.aggregate import fedpw, uniform
 from fedheal.aggregate.whole.fedpw import compute_drop_rates, mark_smallest
@@ -15,22 +16,12 @@ from fedheal.aggregate.whole.fedpw import compute_drop_rates, mark_smallest
 KERNELS = ["reference", "cpu"]
 
 
-def sent(clients, rows, loss):
+def make_updates(clients, rows, loss):
     return Updates(clients, np.array(rows, float), [1 + i for i in range(len(clients))], metrics={"train_loss": loss})
 
 
-def play(aggregator, cohorts, layout):
-    width = layout.sizes().params
-    model, state, results = np.zeros(width), aggregator.init(layout), []
-    for cohort in cohorts:
-        out = aggregator.apply(model, cohort, state)
-        results.append(out)
-        model, state = out.model, out.state
-    return results
-
-
-class Written:
-    """The description to the letter, everyone present, whole matrices, the standard deviation itself."""
+class ReferenceFedPW:
+    """The paper's formulas on whole matrices, with all clients present."""
 
     def __init__(self, clients, beta, rho, tensors):
         self.beta, self.rho, self.tensors = beta, rho, tensors
@@ -79,7 +70,7 @@ def test_two_rounds_by_hand(kernel):
     # beta 0.5, rho 0.5. Round 1: a = (3, 1), b = (1, -1), losses 1 and 3.  Shares of the loss 1/4, 3/4: dp = 1/8, 3/8;
     #   p = (1/2 + dp) / (3/2) = 5/12, 7/12.   K = [[10, 2], [2, 2]]: K 1 = 12, 4: shares 3/4, 1/4: q = 7/12, 5/12.
     #   Equal spread: r = 1/2, u = 1/2, 1/2.  Nothing is dropped: W = (2, 0).
-    first_round = sent("ab", [[3, 1], [1, -1]], [1, 3])
+    first_round = make_updates("ab", [[3, 1], [1, -1]], [1, 3])
     # Round 2, one tensor: a = (4, 1), b = (4, -2), losses 1 and 1: mean 1 instead of 2, so b1 = 1/4.
     #   dp = 3/4 (1/8, 3/8) + 1/4 (1/2, 1/2) = 7/32, 13/32;  p = (5/12 + 7/32, 7/12 + 13/32) / (13/8) = 61/156, 95/156.
     #   K = [[17, 14], [14, 20]]: K 1 = 31, 34 against 12, 4: b2 = 1/2 * 65/16 > 1: 1.  dq = 31/65, 34/65, which sums to 1;
@@ -87,8 +78,8 @@ def test_two_rounds_by_hand(kernel):
     #   r = 170/217.   u_b = 1/2 + (170 r - 47 (1 - r)) / 1560 = 1/2 + (170^2 - 47^2) / (217 * 1560) = 1/2 + 123/1560.
     #   Each drops half of its two entries: a = (4, 0), b = (4, 0).  The step is (4, 0).  Agreement: entry 1, by all.
     #   a = mean(1, 2) = 3/2, b = 4: entry 1 times 1 + 3/8: 5.5.
-    second_round = sent("ab", [[4, 1], [4, -2]], [1, 1])
-    first, second = play(fedpw(beta=0.5, rho=0.5, kernel=kernel), [first_round, second_round], Layout.flat(2))
+    second_round = make_updates("ab", [[4, 1], [4, -2]], [1, 1])
+    first, second = apply_rounds(fedpw(beta=0.5, rho=0.5, kernel=kernel), [first_round, second_round], Layout.flat(2))
     assert first.weights.tolist() == pytest.approx([0.5, 0.5], abs=1e-9)
     assert first.model == pytest.approx([2, 0], abs=1e-8)
     assert first.report["dropped"] == {"a": 0, "b": 0}
@@ -105,14 +96,16 @@ def test_with_everyone_present_it_is_what_is_written(beta, rho, kernel):
     tensors = [length for _, length in layout.sizes().tensors]
     rng = np.random.default_rng(0)
     common = rng.normal(size=sum(tensors))
-    written, cohorts, wanted = Written(5, beta, rho, tensors), [], []
+    written, cohorts, expected = ReferenceFedPW(5, beta, rho, tensors), [], []
     for t in range(8):
         rows = 0.5 * common + rng.normal(size=(5, len(common))) * rng.uniform(0.3, 2, (5, 1)) * (1.1 if t else 1.5)
         loss = rng.uniform(0.2, 2, 5) * 0.9**t
-        cohorts.append(sent("abcde", rows, loss))
-        wanted.append(written.round(rows, loss))
+        cohorts.append(make_updates("abcde", rows, loss))
+        expected.append(written.round(rows, loss))
     model = 0
-    for (weights, step), out in zip(wanted, play(fedpw(beta, rho, kernel=kernel), cohorts, layout), strict=True):
+    for (weights, step), out in zip(
+        expected, apply_rounds(fedpw(beta, rho, kernel=kernel), cohorts, layout), strict=True
+    ):
         model = model + step
         np.testing.assert_allclose(out.weights, weights, rtol=0, atol=1e-8)
         np.testing.assert_allclose(out.model, model, rtol=0, atol=1e-7)
@@ -125,14 +118,14 @@ def test_equal_clients_stay_equal_when_some_are_absent_and_some_come_late():
     for t in range(200):
         here = rng.choice(12 if t < 50 else 20, 5, replace=False)
         rows = np.tile(rng.normal(size=2), (5, 1))
-        out = aggregator.apply(np.zeros(2), sent(here.tolist(), rows, [rng.uniform(0.1, 1)] * 5), state)
+        out = aggregator.apply(np.zeros(2), make_updates(here.tolist(), rows, [rng.uniform(0.1, 1)] * 5), state)
         state = out.state
         np.testing.assert_allclose(out.weights, 0.2, rtol=1e-6)
 
 
 def test_absent_clients_keep_what_they_have():
-    cohorts = [sent("abc", np.eye(3), [1, 2, 3]), sent("ab", np.eye(3)[:2], [3, 1])]
-    first, second = (out.state.stage for out in play(fedpw(), cohorts, Layout.flat(3)))
+    cohorts = [make_updates("abc", np.eye(3), [1, 2, 3]), make_updates("ab", np.eye(3)[:2], [3, 1])]
+    first, second = (out.state.stage for out in apply_rounds(fedpw(), cohorts, Layout.flat(3)))
     for rule in ("by_loss", "by_alignment"):
         before, after = getattr(first, rule), getattr(second, rule)
         assert after.p[2] == before.p[2]
@@ -143,22 +136,26 @@ def test_absent_clients_keep_what_they_have():
 
 def test_without_beta_and_rho_it_is_uniform_averaging():
     rng = np.random.default_rng(2)
-    cohorts = [sent("abcd"[: 2 + t % 3], rng.normal(size=(2 + t % 3, 30)), rng.random(2 + t % 3)) for t in range(6)]
-    ours = play(fedpw(beta=0.0, rho=0.0), cohorts, Layout.flat(30))[-1]
-    np.testing.assert_allclose(ours.model, play(uniform(), cohorts, Layout.flat(30))[-1].model, rtol=0, atol=1e-12)
+    cohorts = [
+        make_updates("abcd"[: 2 + t % 3], rng.normal(size=(2 + t % 3, 30)), rng.random(2 + t % 3)) for t in range(6)
+    ]
+    ours = apply_rounds(fedpw(beta=0.0, rho=0.0), cohorts, Layout.flat(30))[-1]
+    np.testing.assert_allclose(
+        ours.model, apply_rounds(uniform(), cohorts, Layout.flat(30))[-1].model, rtol=0, atol=1e-12
+    )
 
 
 def test_the_traps():
     # A negative alignment (c against a and b), a loss of 0 (a loses everything), tensors too small to drop from, zeros.
     layout = Layout.of(torch.nn.Linear(3, 1))
     cohorts = [
-        sent("abc", [[1, 1, 1, 1], [2, 1, 1, 1], [-1, -1, 0, 0]], [0.0, 1, 2]),
-        sent("abc", [[1, 1, 1, 1], [2, 1, 1, 1], [-1, -1, 0, 0]], [0.0, 1, 2]),
-        sent("abc", np.zeros((3, 4)), [0.0, 0.0, 0.0]),
-        sent("c", [[1, 2, 3, 4]], [1]),
-        sent("ab", [[1, 1, 1, 1], [-1, -1, -1, -1]], [1, 1]),
+        make_updates("abc", [[1, 1, 1, 1], [2, 1, 1, 1], [-1, -1, 0, 0]], [0.0, 1, 2]),
+        make_updates("abc", [[1, 1, 1, 1], [2, 1, 1, 1], [-1, -1, 0, 0]], [0.0, 1, 2]),
+        make_updates("abc", np.zeros((3, 4)), [0.0, 0.0, 0.0]),
+        make_updates("c", [[1, 2, 3, 4]], [1]),
+        make_updates("ab", [[1, 1, 1, 1], [-1, -1, -1, -1]], [1, 1]),
     ]
-    outs = play(fedpw(), cohorts, layout)
+    outs = apply_rounds(fedpw(), cohorts, layout)
     for out in outs:
         assert np.isfinite(out.model).all()
         assert out.weights.sum().item() == pytest.approx(1, abs=1e-12)
@@ -170,8 +167,8 @@ def test_the_traps():
 
 
 def test_no_updates_at_all_before_the_first_that_moves():
-    cohorts = [sent("ab", np.zeros((2, 2)), [0.0, 0.0]), sent("ab", [[1, 0], [0, 1]], [1, 2])]
-    out = play(fedpw(), cohorts, Layout.flat(2))[-1]
+    cohorts = [make_updates("ab", np.zeros((2, 2)), [0.0, 0.0]), make_updates("ab", [[1, 0], [0, 1]], [1, 2])]
+    out = apply_rounds(fedpw(), cohorts, Layout.flat(2))[-1]
     assert np.isfinite(out.model).all()
     assert out.state.stage.by_alignment.first > 0
 
@@ -187,7 +184,7 @@ def test_the_smallest_and_how_many():
     for k in range(1, 40):
         assert compute_drop_rates(np.full(k, 0.7), 0.3) == pytest.approx(0.3, abs=1e-12)
         rows = np.tile(np.arange(1.0, 11), (k, 1))
-        out = play(fedpw(), [sent(list(range(k)), rows, [0.7] * k)] * 2, Layout.flat(10))[-1]
+        out = apply_rounds(fedpw(), [make_updates(list(range(k)), rows, [0.7] * k)] * 2, Layout.flat(10))[-1]
         assert np.sum(np.abs(out.model - np.arange(1.0, 11)) < 1e-9) == 3
 
 
@@ -203,9 +200,9 @@ def test_buffers_follow_the_weights_and_are_not_dropped():
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [({"beta": 1.5}, "beta = 1.5: use a number from 0 to 1"), ({"rho": -0.1}, "rho = -0.1: use a number from 0 to 1")],
 )
-def test_parameters_out_of_range(settings, said):
-    with pytest.raises(ValueError, match=said):
+def test_parameters_out_of_range(settings, message):
+    with pytest.raises(ValueError, match=message):
         fedpw(**settings)

@@ -12,15 +12,15 @@ KERNELS = ["reference", "cpu"]
 TWO = Layout.flat(2)
 
 
-def updates(rows, examples, clients=("a", "b")):
+def make_updates(rows, examples, clients=("a", "b")):
     return Updates(clients, torch.tensor(rows, dtype=torch.float64), examples)
 
 
-def play(aggregator, layout, rounds, clients=("a", "b")):
-    """Step through rounds of (rows, examples) from a model of zeros; the results of each."""
+def apply_rounds(aggregator, layout, rounds, clients=("a", "b")):
+    """Apply rounds of (rows, examples) to a model of zeros; return each round's result."""
     model, state, results = torch.zeros(layout.sizes().params, dtype=torch.float64), aggregator.init(layout), []
     for rows, examples in rounds:
-        out = aggregator.apply(model, updates(rows, examples, clients), state)
+        out = aggregator.apply(model, make_updates(rows, examples, clients), state)
         results.append(out)
         model, state = out.model, out.state
     return results
@@ -30,8 +30,8 @@ def play(aggregator, layout, rounds, clients=("a", "b")):
 def test_fedavg_and_uniform(kernel):
     # 30 and 10 examples: 3/4 and 1/4.   3/4 * 1 + 1/4 * 5 = 2;  3/4 * 2 - 1/4 * 2 = 1.   uniform: 3 and 0.
     rows = [[1, 2], [5, -2]]
-    assert play(fedavg(kernel=kernel), TWO, [(rows, [30, 10])])[0].model.tolist() == [2, 1]
-    assert play(uniform(kernel=kernel), TWO, [(rows, [30, 10])])[0].model.tolist() == [3, 0]
+    assert apply_rounds(fedavg(kernel=kernel), TWO, [(rows, [30, 10])])[0].model.tolist() == [2, 1]
+    assert apply_rounds(uniform(kernel=kernel), TWO, [(rows, [30, 10])])[0].model.tolist() == [3, 0]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -44,7 +44,7 @@ def test_two_rounds_of_the_paper(kernel):
     #   d = 1 and 2.  r = 2/3 and 4/3.  dp = 0.6*2/15 + 0.4*2/3 = 0.08 + 4/15 = 26/75;  b: 0.6*2/3 + 0.4*4/3 = 14/15 = 70/75.
     #   v = 7/12 + 13/75 = 227/300;  5/12 + 35/75 = 265/300;  sum 492/300.  p = 227/492, 265/492.
     #   Entry 1: only b, so its update: -1.   Entry 2: both move by 1: +1.
-    first, second = play(
+    first, second = apply_rounds(
         fedheal(tau=0.6, beta=0.4, kernel=kernel), TWO, [([[1, 1], [-1, 3]], [30, 10]), ([[-2, 1], [-1, 1]], [30, 10])]
     )
     assert first.weights.tolist() == pytest.approx([7 / 12, 5 / 12], rel=1e-15)
@@ -65,7 +65,7 @@ def test_two_rounds_of_the_released_code(kernel):
     #   the decreases of D: entry 1 kept, entry 2 (1 of 1 was up) dropped.
     #   a = (-1, 2): d = 2.  b = (-6, -1): d = 6.  r = 1/2, 3/2.  dp = 0.6*0.2 + 0.4/2 = 0.32;  0.6*0.6 + 0.6 = 0.96.
     #   w = 1.52, 2.56, over 1 + 0.4 + 0.64 = 2.04: weights 1.52/4.08 and 2.56/4.08.  Entry 1: b alone, -6. Entry 2: a alone, 2.
-    first, second = play(
+    first, second = apply_rounds(
         fedheal(tau=0.3, beta=0.4, variant="released", kernel=kernel),
         TWO,
         [([[3, 4], [0, 15]], [30, 10]), ([[-1, 2], [-6, -1]], [30, 10])],
@@ -81,7 +81,7 @@ def test_two_rounds_of_the_released_code(kernel):
 def test_released_distance_is_summed_over_tensors(kernel):
     # Tensors of two and one entries: a: |(3, 4)| + |12| = 17, where the whole vector's norm is 13.
     layout = Layout.of(torch.nn.Linear(2, 1))
-    (out,) = play(fedheal(variant="released", kernel=kernel), layout, [([[3, 4, 12], [0, 0, 1]], [1, 1])])
+    (out,) = apply_rounds(fedheal(variant="released", kernel=kernel), layout, [([[3, 4, 12], [0, 0, 1]], [1, 1])])
     assert out.report["distance"] == {"a": 17.0, "b": 1.0}
 
 
@@ -89,12 +89,14 @@ def test_released_distance_is_summed_over_tensors(kernel):
 def test_three_of_ten_at_tau_0_3_is_kept_by_the_paper_and_not_by_the_released_code(kernel):
     # Ten rounds with three ups, the last of them in round 10: 3/10 >= 0.3 counts it (in floats 0.3 * 10 > 3).
     signs = [1, 1, -1, -1, -1, -1, -1, -1, -1, 1]
-    *_, last = play(fedheal(tau=0.3, kernel=kernel), Layout.flat(1), [([[s]], [5]) for s in signs], ("a",))
+    *_, last = apply_rounds(fedheal(tau=0.3, kernel=kernel), Layout.flat(1), [([[s]], [5]) for s in signs], ("a",))
     assert last.report["kept"] == {"a": 1.0}
-    assert last.model.tolist() == play(fedavg(), Layout.flat(1), [([[sum(signs)]], [5])], ("a",))[0].model.tolist()
+    assert (
+        last.model.tolist() == apply_rounds(fedavg(), Layout.flat(1), [([[sum(signs)]], [5])], ("a",))[0].model.tolist()
+    )
     # The released code asks of the rounds before: three of ten, then an eleventh up: 3/10 > 0.3 is false.
     signs = [-1 if s == 1 else 1 for s in signs] + [-1]
-    *_, last = play(
+    *_, last = apply_rounds(
         fedheal(tau=0.3, variant="released", kernel=kernel), Layout.flat(1), [([[s]], [5]) for s in signs], ("a",)
     )
     assert last.report["kept"] == {"a": 0.0}
@@ -105,7 +107,7 @@ def test_three_of_ten_at_tau_0_3_is_kept_by_the_paper_and_not_by_the_released_co
 def test_an_entry_nobody_keeps_does_not_move(kernel):
     # tau 1: two ups and a down; in round 3 nobody agrees with its whole history on entry 1.
     rounds = [([[1, 1], [1, 1]], [1, 1])] * 2 + [([[-5, 1], [-7, 1]], [1, 1])]
-    _, second, third = play(fedheal(tau=1.0, kernel=kernel), TWO, rounds)
+    _, second, third = apply_rounds(fedheal(tau=1.0, kernel=kernel), TWO, rounds)
     assert third.model[0] == second.model[0]
     assert third.model[1] > second.model[1]
     assert third.report["unkept"] == 0.5
@@ -119,8 +121,8 @@ def test_a_newcomer_takes_its_share_and_the_absent_keep_theirs():
     #   p_a = 3/4 * (1/3 + 0.26)/1.52,  p_c = 3/4 * (2/3 + 0.26)/1.52,  p_b stays 1/4.
     aggregator = fedheal(tau=0.3, beta=0.4)
     model, state = torch.zeros(1, dtype=torch.float64), aggregator.init(Layout.flat(1))
-    state = aggregator.apply(model, updates([[1], [1]], [10, 10]), state).state
-    out = aggregator.apply(model, updates([[1], [1]], [10, 20], ("a", "c")), state)
+    state = aggregator.apply(model, make_updates([[1], [1]], [10, 10]), state).state
+    out = aggregator.apply(model, make_updates([[1], [1]], [10, 20], ("a", "c")), state)
     stored = dict(zip(out.state.stage.states[1].clients, out.state.stage.states[1].p, strict=True))
     assert stored["b"] == 0.25
     assert stored["a"] == pytest.approx(0.75 * (1 / 3 + 0.26) / 1.52, rel=1e-15)
@@ -133,8 +135,8 @@ def test_buffers_and_counters(variant):
     layout = Layout.of(torch.nn.BatchNorm1d(1))
     aggregator = fedheal(variant=variant, fael=False)
     model = Packed(torch.zeros(2), torch.zeros(2), torch.zeros(1, dtype=torch.int64))
-    sent = Updates(["a", "b"], torch.zeros(2, 2), [30, 10], [[4.0, 4.0], [8.0, 8.0]], [[10], [17]])
-    out = aggregator.apply(model, sent, aggregator.init(layout))
+    updates = Updates(["a", "b"], torch.zeros(2, 2), [30, 10], [[4.0, 4.0], [8.0, 8.0]], [[10], [17]])
+    out = aggregator.apply(model, updates, aggregator.init(layout))
     assert out.model.buffers.tolist() == [5.0, 5.0]
     assert out.model.counters.tolist() == [17 if variant == "paper" else 11]
 
@@ -151,8 +153,8 @@ def test_buffers_and_counters(variant):
 )
 def test_distances_per_step(variant, weights):
     aggregator = fedheal(fphl=False, beta=1.0, variant=variant, per_step=True)
-    sent = Updates(["a", "b"], [[2.0], [6.0]], [30, 10], metrics={"reach": [1, 3]})
-    out = aggregator.apply(torch.zeros(1), sent, aggregator.init(Layout.flat(1)))
+    updates = Updates(["a", "b"], [[2.0], [6.0]], [30, 10], metrics={"reach": [1, 3]})
+    out = aggregator.apply(torch.zeros(1), updates, aggregator.init(Layout.flat(1)))
     distances = {"paper": {"a": 4.0, "b": 4.0}, "released": {"a": 2.0, "b": 2.0}}[variant]
     assert out.report["distance"] == distances
     assert out.weights.tolist() == pytest.approx(weights, rel=1e-15)

@@ -17,16 +17,16 @@ from fedheal.aggregate.kernels.drop import add_undropped
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
-def random_updates(k, width, dtype, seed=0):
+def make_random_updates(k, width, dtype, seed=0):
     generator = torch.Generator().manual_seed(seed)
     deltas = torch.randn(k, width, generator=generator, dtype=torch.float64)
     deltas[torch.rand(k, width, generator=generator) < 0.05] = 0.0
     return deltas.to(dtype)
 
 
-def random_case(k, width, dtype, counts_dtype, seed):
+def make_random_case(k, width, dtype, counts_dtype, seed):
     rng = np.random.default_rng(seed)
-    deltas = random_updates(k, width, dtype, seed)
+    deltas = make_random_updates(k, width, dtype, seed)
     counts = torch.from_numpy(rng.integers(0, 9, (k + 2, width))).to(counts_dtype)
     slots = rng.permutation(k + 2)[:k].astype(np.int64)
     rows = rng.permutation(k).astype(np.int64)
@@ -45,14 +45,14 @@ def random_case(k, width, dtype, counts_dtype, seed):
     seed=st.integers(0, 10**6),
 )
 def test_the_kernels_agree(k, tensors, dtype, counts_dtype, sign, seed):
-    deltas, rows, counts, slots, at_least, below, u = random_case(k, sum(tensors), dtype, counts_dtype, seed)
+    deltas, rows, counts, slots, at_least, below, u = make_random_case(k, sum(tensors), dtype, counts_dtype, seed)
     zeros = torch.zeros(sum(tensors), dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     results = []
     for kernel in (reference, cpu):
         mine = counts.clone()
-        kept = CountMask(counts=mine, slots=slots, at_least=at_least, below=below, sign=sign)
-        measured = kernel.observe(deltas, rows, tensors, kept)
-        results.append((mine, measured, *kernel.average(zeros, deltas, rows, u, kept)))
+        mask = CountMask(counts=mine, slots=slots, at_least=at_least, below=below, sign=sign)
+        measured = kernel.observe(deltas, rows, tensors, mask)
+        results.append((mine, measured, *kernel.average(zeros, deltas, rows, u, mask)))
         plain = kernel.measure(deltas, rows, tensors)
         assert plain.kept.tolist() == [tensors] * k
     (counts_a, measured_a, update_a, unkept_a), (counts_b, measured_b, update_b, unkept_b) = results
@@ -60,14 +60,14 @@ def test_the_kernels_agree(k, tensors, dtype, counts_dtype, sign, seed):
     assert np.array_equal(measured_a.kept, measured_b.kept)
     assert unkept_a == unkept_b
     np.testing.assert_allclose(measured_a.squares, measured_b.squares, rtol=1e-12)
-    masked = reference.mask_block(deltas, rows, kept, 0, sum(tensors)).numpy()
-    for which in (kept, None):
+    masked = reference.mask_block(deltas, rows, mask, 0, sum(tensors)).numpy()
+    for which in (mask, None):
         for start, stop in ((0, sum(tensors)), (sum(tensors) // 3, sum(tensors) // 2)):
             blocks = [kernel.mask_block(deltas, rows, which, start, stop) for kernel in (reference, cpu)]
             assert torch.equal(*blocks)
             assert blocks[1].dtype == torch.float64
     share = u[:, None] * np.stack(
-        [reference.compute_mask(kept, i, deltas[r].double(), 0, sum(tensors)) for i, r in enumerate(rows)]
+        [reference.compute_mask(mask, i, deltas[r].double(), 0, sum(tensors)) for i, r in enumerate(rows)]
     )
     bound = (u[:, None] * np.abs(masked)).sum(axis=0) / np.maximum(share.sum(axis=0), 1e-300)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-6
@@ -90,7 +90,7 @@ def test_the_order_of_clients_changes_no_bit(make, dtype, kernel):
         model, state = torch.zeros(5000, dtype=torch.float64 if dtype == torch.float64 else torch.float32), None
         state = aggregator.init(Layout.flat(5000))
         for t in range(4):
-            deltas = random_updates(9, 5000, dtype, seed=t)[order]
+            deltas = make_random_updates(9, 5000, dtype, seed=t)[order]
             out = aggregator.apply(model, Updates([names[i] for i in order], deltas, examples[order]), state)
             model, state = out.model, out.state
         finals.append((model, out.weights[torch.tensor(order).argsort()]))
@@ -99,7 +99,7 @@ def test_the_order_of_clients_changes_no_bit(make, dtype, kernel):
 
 
 def test_the_number_of_threads_changes_no_bit():
-    deltas = random_updates(20, 300_000, torch.float32)
+    deltas = make_random_updates(20, 300_000, torch.float32)
     aggregator, before, finals = fedheal(kernel="cpu"), torch.get_num_threads(), []
     try:
         for threads in (1, 3):
@@ -118,7 +118,7 @@ def test_the_number_of_threads_changes_no_bit():
 @pytest.mark.parametrize("kernel", ["reference", "cpu"])
 @pytest.mark.parametrize("how", ["transposed", "every second column", "rows apart"])
 def test_updates_that_are_not_contiguous(kernel, how):
-    base = random_updates(6, 700, torch.float32)
+    base = make_random_updates(6, 700, torch.float32)
     strided = {
         "transposed": base.T.contiguous().T,
         "every second column": base.repeat_interleave(2, dim=1)[:, ::2],
@@ -133,7 +133,7 @@ def test_updates_that_are_not_contiguous(kernel, how):
 
 
 def test_column_chunks_of_converted_updates_change_nothing(monkeypatch):
-    deltas = random_updates(5, 20_000, torch.bfloat16)
+    deltas = make_random_updates(5, 20_000, torch.bfloat16)
     aggregator = fedheal(kernel="cpu")
     state = aggregator.init(Layout.flat(20_000))
     whole = aggregator.apply(torch.zeros(20_000), Updates(range(5), deltas, [1] * 5), state)
@@ -146,7 +146,7 @@ def test_column_chunks_of_converted_updates_change_nothing(monkeypatch):
 @pytest.mark.parametrize("kernel", ["reference", "cpu"])
 @pytest.mark.parametrize("variant", ["paper", "released"])
 def test_counts_widen_before_they_overflow(kernel, variant):
-    """Through the 255th and the 65,535th participation: the mask goes on as exact arithmetic says."""
+    """After the 255th and the 65,535th participation the mask is still that of exact arithmetic."""
     aggregator = fedheal(tau=0.5, variant=variant, fael=False, kernel=kernel)
     state = aggregator.init(Layout.flat(2))
     dtypes = {1: torch.uint8}
@@ -178,12 +178,12 @@ def test_donation_changes_no_result(donate):
     rng = np.random.default_rng(1)
     for t in range(8):
         here = [str(m) for m in range(1 + t)]  # one more client each round: the slab grows
-        sent = Updates(here, rng.normal(size=(len(here), 50)).astype(np.float32), [1] * len(here))
-        out = aggregator.apply(model, sent, state, donate=donate)
+        updates = Updates(here, rng.normal(size=(len(here), 50)).astype(np.float32), [1] * len(here))
+        out = aggregator.apply(model, updates, state, donate=donate)
         model, state = out.model, out.state
-        kept = reference_state.stage.states[0].counts.clone()
-        again = aggregator.apply(reference_model, sent, reference_state)
-        assert torch.equal(reference_state.stage.states[0].counts, kept)
+        counts_before = reference_state.stage.states[0].counts.clone()
+        again = aggregator.apply(reference_model, updates, reference_state)
+        assert torch.equal(reference_state.stage.states[0].counts, counts_before)
         reference_model, reference_state = again.model, again.state
         assert torch.equal(model, reference_model)
 
@@ -230,13 +230,13 @@ def test_dropping_the_smallest_entries_agrees_with_sorting_them(size, share, val
     }[values]
     number = int(share * size)
     order = np.argsort(np.abs(x), kind="stable")  # of equal ones the first
-    left = x.copy()
-    left[order[:number]] = 0.0
+    remaining = x.copy()
+    remaining[order[:number]] = 0.0
     step, z, zz = np.ones(size), np.zeros(size), np.zeros(size)
     with np.errstate(over="ignore"):  # a norm beyond all numbers: the engine refuses such updates before
         lost = add_undropped(x.copy(), number, 0.25, step, z, zz)
-        norm = np.sqrt((left**2).sum()) or 1.0
+        norm = np.sqrt((remaining**2).sum()) or 1.0
     assert lost == pytest.approx(np.abs(x[order[:number]]).mean() if number else 0.0, rel=1e-9, abs=1e-300)
-    np.testing.assert_array_equal(step, 1 + 0.25 * left)
-    np.testing.assert_allclose(z, left / norm, rtol=1e-9, atol=1e-300)
-    np.testing.assert_allclose(zz, (left / norm) ** 2, rtol=1e-9, atol=1e-300)
+    np.testing.assert_array_equal(step, 1 + 0.25 * remaining)
+    np.testing.assert_allclose(z, remaining / norm, rtol=1e-9, atol=1e-300)
+    np.testing.assert_allclose(zz, (remaining / norm) ** 2, rtol=1e-9, atol=1e-300)

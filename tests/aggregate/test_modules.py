@@ -32,7 +32,7 @@ def train_copies(module: nn.Module) -> dict[str | int, tuple[nn.Module, float]]:
     return clients
 
 
-def unpacked(model: Packed) -> dict[str, list[float]]:
+def unpack_values(model: Packed) -> dict[str, list[float]]:
     return {name: tensor.flatten().tolist() for name, tensor in Layout.of(make_module()).unpack(model).items()}
 
 
@@ -48,10 +48,10 @@ def test_updates_from_modules_are_those_of_the_manual_path_bit_for_bit() -> None
         buffers=[own.buffers for own in packed],
         counters=[own.counters for own in packed],
     )
-    made = Updates.from_modules(module, clients)
-    one, two = (aggregator.apply(before, updates, aggregator.init(layout)) for updates in (manual, made))
-    assert unpacked(one.model) == unpacked(two.model)
-    assert one.state == two.state
+    from_modules = Updates.from_modules(module, clients)
+    first, second = (aggregator.apply(before, updates, aggregator.init(layout)) for updates in (manual, from_modules))
+    assert unpack_values(first.model) == unpack_values(second.model)
+    assert first.state == second.state
 
 
 def test_running_statistics_move_with_updates_from_modules() -> None:
@@ -84,7 +84,7 @@ def test_a_module_that_does_not_fit_is_refused_by_client() -> None:
 
 
 def test_updates_without_the_models_buffers_warn_once_with_the_remedy() -> None:
-    """Deltas alone would leave the running statistics as they are for ever."""
+    """Without buffers in the updates the running statistics would never change."""
     module = make_module()
     layout, aggregator = Layout.of(module), aggregate.fedavg()
     model = layout.pack(module.state_dict())
@@ -112,7 +112,7 @@ def test_the_example_moves_running_statistics() -> None:
 
 @pytest.mark.slow
 def test_a_new_process_restores_a_state(tmp_path: Path) -> None:
-    """Only what `fedheal.aggregate` imports knows the kinds of states there."""
+    """The new process knows only the kinds of states that `fedheal.aggregate` imports."""
     layout, aggregator = Layout.of(make_module()), aggregate.fedheal()
     updates = Updates.from_modules(make_module(), train_copies(make_module()))
     state = aggregator.apply(layout.pack(make_module().state_dict()), updates, aggregator.init(layout)).state

@@ -16,7 +16,7 @@ from oracle import Oracle
 ROUNDS = 30
 
 
-def layout_of(tensors, buffers, counters):
+def make_layout(tensors, buffers, counters):
     entries, start = [], 0
     for i, length in enumerate(tensors):
         entries.append(Entry(f"w{i}", "param", (length,), torch.float64, start, start + length))
@@ -26,8 +26,8 @@ def layout_of(tensors, buffers, counters):
     return Layout(tuple(entries))
 
 
-def federation(seed, clients, rounds, width, buffers, counters):
-    """Yields a cohort a round: some clients join late, some vanish, updates flip signs, zeros occur."""
+def make_cohorts(seed, clients, rounds, width, buffers, counters):
+    """Yield one cohort a round: some clients join late or leave, updates change sign, and some entries are 0."""
     rng = np.random.default_rng(seed)
     joins = rng.integers(0, rounds // 2, clients)
     joins[0] = 0
@@ -95,8 +95,8 @@ def test_random_federations_match_the_independent_reading(
     oracle = Oracle(tensors, buffers, counters, tau, beta, variant, fphl, fael)
     how = "momentum" if fael else False
     aggregator = fedheal(float(tau), beta, variant, fphl, how, kernel=kernel)
-    cohorts = federation(seed, clients, ROUNDS, sum(tensors), buffers, counters)
-    run_both(oracle, aggregator, layout_of(tensors, buffers, counters), cohorts, seed)
+    cohorts = make_cohorts(seed, clients, ROUNDS, sum(tensors), buffers, counters)
+    run_both(oracle, aggregator, make_layout(tensors, buffers, counters), cohorts, seed)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "cpu"])
@@ -104,7 +104,7 @@ def test_random_federations_match_the_independent_reading(
 def test_stored_weights_match_after_thirty_rounds(variant, kernel):
     oracle = Oracle([3, 4], 1, 1, "0.3", 0.4, variant)
     aggregator = fedheal(0.3, 0.4, variant, kernel=kernel)
-    state = run_both(oracle, aggregator, layout_of([3, 4], 1, 1), federation(1, 6, ROUNDS, 7, 1, 1), 5)
+    state = run_both(oracle, aggregator, make_layout([3, 4], 1, 1), make_cohorts(1, 6, ROUNDS, 7, 1, 1), 5)
     consistency, distance = state.stage.states
     assert set(distance.clients) == set(oracle.clients)
     for i, name in enumerate(distance.clients):

@@ -15,17 +15,17 @@ from fedheal.aggregate.reduce import find_finite, is_finite
 G = 40
 
 
-def cohorts(rounds=6, clients=5, seed=0, keep=1.0):
+def make_cohorts(rounds=6, clients=5, seed=0, keep=1.0):
     rng = np.random.default_rng(seed)
     for _ in range(rounds):
         present = [m for m in range(clients) if m == 0 or rng.random() < keep]
         yield Updates([f"c{m}" for m in present], rng.normal(size=(len(present), G)), rng.integers(1, 90, len(present)))
 
 
-def final(aggregator, sequence):
+def run_rounds(aggregator, sequence):
     model, state = torch.zeros(G, dtype=torch.float64), aggregator.init(Layout.flat(G))
-    for sent in sequence:
-        out = aggregator.apply(model, sent, state)
+    for updates in sequence:
+        out = aggregator.apply(model, updates, state)
         model, state = out.model, out.state
     return model.numpy(), state
 
@@ -41,32 +41,32 @@ def final(aggregator, sequence):
     ],
 )
 def test_these_are_fedavg(settings):
-    ours, _ = final(fedheal(**settings), cohorts(keep=0.6))
-    theirs, _ = final(fedavg(), cohorts(keep=0.6))
+    ours, _ = run_rounds(fedheal(**settings), make_cohorts(keep=0.6))
+    theirs, _ = run_rounds(fedavg(), make_cohorts(keep=0.6))
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
 
 
 def test_released_with_beta_0_is_uniform_and_its_tau_0_is_not_nothing():
-    ours, _ = final(fedheal(beta=0.0, fphl=False, variant="released"), cohorts())
-    theirs, _ = final(uniform(), cohorts())
+    ours, _ = run_rounds(fedheal(beta=0.0, fphl=False, variant="released"), make_cohorts())
+    theirs, _ = run_rounds(uniform(), make_cohorts())
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
-    masked, _ = final(fedheal(beta=0.0, tau=0.0, variant="released"), cohorts())
+    masked, _ = run_rounds(fedheal(beta=0.0, tau=0.0, variant="released"), make_cohorts())
     assert np.abs(masked - theirs).max() > 1e-3
 
 
 def test_tau_0_keeps_everything_in_the_paper_variant():
-    ours, _ = final(fedheal(tau=0.0), cohorts())
-    theirs, _ = final(fedheal(fphl=False), cohorts())
+    ours, _ = run_rounds(fedheal(tau=0.0), make_cohorts())
+    theirs, _ = run_rounds(fedheal(fphl=False), make_cohorts())
     assert np.array_equal(ours, theirs)
 
 
 def test_fphl_alone_uses_example_shares():
-    _, state = final(fedheal(fael=False), cohorts())
+    _, state = run_rounds(fedheal(fael=False), make_cohorts())
     assert [s.kind for s in state.stage.states] == ["consistency"]
     aggregator = fedheal(fael=False)
-    (sent,) = cohorts(rounds=1)
-    out = aggregator.apply(torch.zeros(G, dtype=torch.float64), sent, aggregator.init(Layout.flat(G)))
-    np.testing.assert_allclose(out.weights, sent.num_examples / sent.num_examples.sum(), rtol=1e-15)
+    (updates,) = make_cohorts(rounds=1)
+    out = aggregator.apply(torch.zeros(G, dtype=torch.float64), updates, aggregator.init(Layout.flat(G)))
+    np.testing.assert_allclose(out.weights, updates.num_examples / updates.num_examples.sum(), rtol=1e-15)
 
 
 @pytest.mark.parametrize("beta", [0.05, 0.4, 1.0])
@@ -88,7 +88,7 @@ def test_with_everyone_present_it_is_the_papers_rule_to_the_letter(beta):
 
 @pytest.mark.parametrize(("variant", "late"), [("paper", 0), ("paper", 40), ("released", 40)])
 def test_equal_clients_stay_equal_when_ten_of_a_hundred_come_each_round(variant, late):
-    """500 rounds of equal distances: nothing but chance differs between clients, late joiners included."""
+    """In 500 rounds of equal distances clients differ only in when they take part."""
     rng = np.random.default_rng(4)
     aggregator = fedheal(fphl=False, variant=variant)
     state = aggregator.init(Layout.flat(2))
@@ -118,7 +118,7 @@ def test_unequal_distances_move_weight_and_only_within_the_cohort():
 
 @pytest.mark.slow
 def test_a_client_that_never_moves_does_not_break_the_rule():
-    """Its stored weight halves each round until it underflows; a cohort of such clients alone leaves the model be."""
+    """Its stored weight halves each round until it underflows; a cohort of only such clients does not change the model."""
     aggregator = fedheal(fphl=False, beta=1.0)
     state = aggregator.init(Layout.flat(1))
     for _ in range(1200):
@@ -134,7 +134,7 @@ def test_what_is_not_finite_is_found_among_tensors(dtype):
     flawed = [sound.clone(), sound.clone(), sound.clone()]
     for tensor, value in zip(flawed, (math.nan, math.inf, -math.inf), strict=True):
         tensor[1, 2] = value
-    given = [sound, flawed[0], sound[:0], flawed[1][1], flawed[1][0], flawed[2], sound.float()]
-    assert find_finite(*given) == [True, False, True, False, True, False, True]
+    tensors = [sound, flawed[0], sound[:0], flawed[1][1], flawed[1][0], flawed[2], sound.float()]
+    assert find_finite(*tensors) == [True, False, True, False, True, False, True]
     assert is_finite(sound, sound[0])
     assert not is_finite(sound, flawed[2])

@@ -13,7 +13,7 @@ MODULE = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1), nn.BatchNorm1d(1))
 LAYOUT = Layout.of(MODULE)  # buffers: mean, variance, mean, variance
 
 
-def apply(name, buffers, examples, module=MODULE, layout=LAYOUT):
+def aggregate_buffers(name, buffers, examples, module=MODULE, layout=LAYOUT):
     aggregator, packed = methods.get(name).aggregator, layout.pack(module.state_dict())
     k = len(buffers)
     counters = packed.counters.expand(k, -1)
@@ -24,23 +24,25 @@ def apply(name, buffers, examples, module=MODULE, layout=LAYOUT):
 def test_by_hand():
     """Means 0 and 4 with weights 1/4 and 3/4 have the mean 3 and the variance 9/4 + 3/4 = 3; variances 2 and 6 the mean 5."""
     buffers = [[0.0, 2.0, 1.0, 7.0], [4.0, 6.0, 1.0, 7.0]]
-    assert apply("fedavg", buffers, [1, 3]).tolist() == [3, 5, 1, 7]
-    assert apply("total-variance", buffers, [1, 3]).tolist() == [3, 8, 1, 7]
-    assert apply("uniform+total-variance", buffers, [1, 3]).tolist() == [2, 8, 1, 7]  # 4 and 4
+    assert aggregate_buffers("fedavg", buffers, [1, 3]).tolist() == [3, 5, 1, 7]
+    assert aggregate_buffers("total-variance", buffers, [1, 3]).tolist() == [3, 8, 1, 7]
+    assert aggregate_buffers("uniform+total-variance", buffers, [1, 3]).tolist() == [2, 8, 1, 7]  # 4 and 4
 
 
 def test_it_is_the_variance_of_all_data():
     rng = np.random.default_rng(0)
     data = [rng.normal(mean, scale, size) for mean, scale, size in ((0, 1, 30), (5, 2, 50), (-3, 0.5, 20))]
     buffers = [[x.mean(), x.var(), 0.0, 1.0] for x in data]
-    got = apply("total-variance", np.array(buffers, np.float32).tolist(), [len(x) for x in data])
+    got = aggregate_buffers("total-variance", np.array(buffers, np.float32).tolist(), [len(x) for x in data])
     pooled = np.concatenate(data)
     np.testing.assert_allclose(got[:2], [pooled.mean(), pooled.var()], rtol=1e-6)
 
 
 def test_equal_means_give_the_plain_average():
     buffers = [[3.0, 2.0, 1.0, 7.0], [3.0, 6.0, 1.0, 5.0]]
-    assert torch.equal(apply("total-variance", buffers, [1, 3]), apply("fedavg", buffers, [1, 3]))
+    assert torch.equal(
+        aggregate_buffers("total-variance", buffers, [1, 3]), aggregate_buffers("fedavg", buffers, [1, 3])
+    )
 
 
 def test_a_layer_with_two_names_and_buffers_of_other_kinds_count_once_or_not_at_all():
@@ -52,7 +54,7 @@ def test_a_layer_with_two_names_and_buffers_of_other_kinds_count_once_or_not_at_
     rows = torch.zeros(2, 3)
     rows[:, places["first.running_mean"]] = torch.tensor([-1.0, 1.0])
     rows[:, places["other"]] = torch.tensor([-1.0, 1.0])
-    got = apply("total-variance", rows.tolist(), [1, 1], module, layout)
+    got = aggregate_buffers("total-variance", rows.tolist(), [1, 1], module, layout)
     assert got[places["first.running_var"]] == 1  # not 2
     assert got[places["other"]] == 0
 

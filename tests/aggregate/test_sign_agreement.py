@@ -16,7 +16,7 @@ LAYOUT = Layout.of(torch.nn.Linear(1, 2))  # weight [2], bias [2]
 ROUNDS = [[1.0, 1.0, 1.0, -1.0], [1.0, 1.0, -1.0, -1.0], [1.0, 1.0, 1.0, -1.0], [1.0, -1.0, -1.0, -1.0]]
 
 
-def play(aggregator, rounds, clients=("a",), state=None):
+def apply_rounds(aggregator, rounds, clients=("a",), state=None):
     model = torch.zeros(4)
     state = state or aggregator.init(LAYOUT)
     reports = []
@@ -30,7 +30,7 @@ def play(aggregator, rounds, clients=("a",), state=None):
 
 
 def test_blocks_and_the_long_window_by_client_and_tensor():
-    _, _, reports = play(Aggregator(sign_agreement_report(block=2, long=4)), ROUNDS)
+    _, _, reports = apply_rounds(Aggregator(sign_agreement_report(block=2, long=4)), ROUNDS)
     assert reports[0] is None
     assert reports[2] is None
     # Rounds 1 and 2: entries 0, 1 and 3 kept their direction (2 of 2), entry 2 did not (1 of 2). Weight: 0, 1; bias: 2, 3.
@@ -43,10 +43,10 @@ def test_blocks_and_the_long_window_by_client_and_tensor():
 
 def test_a_clients_rounds_are_those_it_took_part_in():
     aggregator = Aggregator(sign_agreement_report(block=2, long=9))
-    _, state, reports = play(aggregator, ROUNDS[:1], ("a", "b"))
-    _, state, reports = play(aggregator, ROUNDS[1:2], ("b",), state)
+    _, state, reports = apply_rounds(aggregator, ROUNDS[:1], ("a", "b"))
+    _, state, reports = apply_rounds(aggregator, ROUNDS[1:2], ("b",), state)
     assert set(reports[0]["block"]) == {"b"}
-    _, _, reports = play(aggregator, ROUNDS[1:2], ("a",), state)
+    _, _, reports = apply_rounds(aggregator, ROUNDS[1:2], ("a",), state)
     assert set(reports[0]["block"]) == {"a"}
 
 
@@ -55,18 +55,18 @@ def test_watching_changes_nothing():
     models = []
     for name in ("fedavg", "fedheal", "fedavg+afl"):
         plain, watched = methods.get(name).aggregator, methods.get(f"{name}+directions").aggregator
-        models.append(play(plain, rounds, ("a", "b", "c"))[0])
-        assert torch.equal(models[-1], play(watched, rounds, ("a", "b", "c"))[0])
+        models.append(apply_rounds(plain, rounds, ("a", "b", "c"))[0])
+        assert torch.equal(models[-1], apply_rounds(watched, rounds, ("a", "b", "c"))[0])
     assert len({tuple(model.tolist()) for model in models}) == len(models)
 
 
 def test_the_state_goes_through_arrays_and_on_from_there():
     aggregator = Aggregator(sign_agreement_report(block=2, long=4))
-    _, whole, reports = play(aggregator, ROUNDS)
-    _, half, _ = play(aggregator, ROUNDS[:3])
+    _, whole, reports = apply_rounds(aggregator, ROUNDS)
+    _, half, _ = apply_rounds(aggregator, ROUNDS[:3])
     arrays, json = half.to_arrays()
     back = State.from_arrays({k: v.clone() for k, v in arrays.items()}, json)
-    _, resumed, again = play(aggregator, ROUNDS[3:], state=back)
+    _, resumed, again = apply_rounds(aggregator, ROUNDS[3:], state=back)
     assert again[0] == reports[3]
     assert all(
         torch.equal(a, b) for a, b in zip(whole.to_arrays()[0].values(), resumed.to_arrays()[0].values(), strict=True)
@@ -76,18 +76,18 @@ def test_the_state_goes_through_arrays_and_on_from_there():
 def test_folding_is_symmetric_and_complete():
     for n in range(1, 12):
         up = torch.randint(0, n + 1, (500,), generator=torch.Generator().manual_seed(n))
-        found = count_agreeing(up, n)
-        assert found.sum() == 500
-        assert len(found) == n - (n + 1) // 2 + 1
-        assert (found == count_agreeing(n - up, n)).all()
+        actual = count_agreeing(up, n)
+        assert actual.sum() == 500
+        assert len(actual) == n - (n + 1) // 2 + 1
+        assert (actual == count_agreeing(n - up, n)).all()
 
 
 def test_the_spread_of_fphls_own_counts():
-    _, state, _ = play(aggregate.fedheal(tau=0.3), ROUNDS)
+    _, state, _ = apply_rounds(aggregate.fedheal(tau=0.3), ROUNDS)
     shares = bin_consistency(state)["a"]
     # 4 of 4 rounds twice, 3 of 4 (75 %, bin 5) once, 2 of 4 (50 %, bin 0) once.
     assert shares == [0.25, 0, 0, 0, 0, 0.25, 0, 0, 0, 0.5]
-    assert bin_consistency(play(aggregate.fedavg(), ROUNDS)[1]) is None
+    assert bin_consistency(apply_rounds(aggregate.fedavg(), ROUNDS)[1]) is None
 
 
 @pytest.mark.parametrize(("name", "number"), [("block", 1), ("long", 0), ("block", True)])

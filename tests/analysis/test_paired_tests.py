@@ -38,18 +38,18 @@ DRAWS = SYMMETRIC | SKEWED
 # --- simulation ---------------------------------------------------------------------------------------------------------------
 
 
-def experiments(
+def simulate_experiments(
     name: str, runs: int, n: int, difference: float = 0.0, stream: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Two methods' results, each [runs, n]: the seed moves both by much (sd 8), the methods differ by little."""
+    """Return two methods' results, each [runs, n]: seeds shift both by much (sd 8), and the methods differ by little."""
     generator = np.random.default_rng([stream, n, list(DRAWS).index(name)])
     seed_effect = 60 + 8 * generator.normal(size=(runs, n))
     return seed_effect + difference + DRAWS[name](generator, (runs, n)), seed_effect
 
 
-def coverage(name: str, n: int, runs: int, student: bool = False, stream: int = 0) -> float:
-    """Share of experiments whose interval (or Student's) contains the true difference."""
-    a, b = experiments(name, runs, n, difference=2.0, stream=stream)
+def measure_coverage(name: str, n: int, runs: int, student: bool = False, stream: int = 0) -> float:
+    """Return the share of experiments whose interval (or Student's) contains the true difference."""
+    a, b = simulate_experiments(name, runs, n, difference=2.0, stream=stream)
     if student:
         d = a - b
         low, high = stats.t.interval(LEVEL, n - 1, loc=d.mean(-1), scale=stats.sem(d, axis=-1))
@@ -61,42 +61,42 @@ def coverage(name: str, n: int, runs: int, student: bool = False, stream: int = 
     return covered / runs
 
 
-def rejection_rate(a: np.ndarray, b: np.ndarray) -> float:
-    """Share of experiments with p <= alpha."""
+def measure_rejection_rate(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the share of experiments with p <= alpha."""
     return float(np.mean([paired_tests.sign_flip_p(row) <= ALPHA for row in a - b]))
 
 
-def error(p: float, runs: int, times: float = 3) -> float:
-    """So many binomial standard errors of a share that was simulated."""
+def compute_standard_errors(p: float, runs: int, times: float = 3) -> float:
+    """Return `times` binomial standard errors of a simulated share."""
     return times * (p * (1 - p) / runs) ** 0.5
 
 
-def documented(title: str) -> dict[tuple[str, int], float]:
-    """The table under a title in the docs."""
+def read_documented_table(title: str) -> dict[tuple[str, int], float]:
+    """Return the table under this title in the docs."""
     text = DOCS.read_text().split(f"### {title}\n")[1].split("\n#")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     columns = [int(re.sub(r"\D", "", cell)) for cell in rows[0][1:]]
     return {(row[0], n): float(cell) for row in rows[2:] for n, cell in zip(columns, row[1:], strict=True)}
 
 
-def every_case(draws: dict[str, Draw]) -> set[tuple[str, int]]:
+def list_all_cases(draws: dict[str, Draw]) -> set[tuple[str, int]]:
     return {(name, n) for name in draws for n in SEEDS}
 
 
-def some_cases() -> list[tuple[str, int]]:
-    """Two of every row of a table in the docs, so that every column is there twice or more."""
+def list_some_cases() -> list[tuple[str, int]]:
+    """Return two cells of each row of a table in the docs, so that each column occurs at least twice."""
     return [(name, SEEDS[(i + k) % len(SEEDS)]) for i, name in enumerate(DRAWS) for k in (0, 3)]
 
 
 def test_intervals_cover_as_claimed_where_differences_are_symmetric() -> None:
     runs = 1000
-    for name, n in every_case(SYMMETRIC):
-        assert coverage(name, n, runs) >= LEVEL - error(LEVEL, runs), (name, n)
+    for name, n in list_all_cases(SYMMETRIC):
+        assert measure_coverage(name, n, runs) >= LEVEL - compute_standard_errors(LEVEL, runs), (name, n)
 
 
 def test_holding_the_interval_to_twice_t_costs_no_coverage() -> None:
     for name in ("lognormal", "collapses in 1 seed of 10"):
-        a, b = experiments(name, 1000, 8)
+        a, b = simulate_experiments(name, 1000, 8)
         x = np.sort(a - b, axis=-1)
         off = np.abs(stats.ttest_1samp(x, 0, axis=-1).statistic)
         free, student = paired_tests._find_studentized_quantile(x, 999, np.random.default_rng(0)), stats.t.ppf(0.975, 7)
@@ -107,23 +107,28 @@ def test_holding_the_interval_to_twice_t_costs_no_coverage() -> None:
 
 def test_tests_keep_the_type_one_error_where_methods_are_exchangeable() -> None:
     runs = 1000
-    for name, n in every_case(SYMMETRIC):
-        assert rejection_rate(*experiments(name, runs, n, stream=1)) <= ALPHA + error(ALPHA, runs), (name, n)
+    for name, n in list_all_cases(SYMMETRIC):
+        assert measure_rejection_rate(
+            *simulate_experiments(name, runs, n, stream=1)
+        ) <= ALPHA + compute_standard_errors(ALPHA, runs), (name, n)
 
 
 def test_power_grows_with_the_difference_and_with_the_seeds() -> None:
-    by_difference = [rejection_rate(*experiments("normal", 1000, 8, difference)) for difference in (0, 0.5, 1, 1.5, 2)]
+    by_difference = [
+        measure_rejection_rate(*simulate_experiments("normal", 1000, 8, difference))
+        for difference in (0, 0.5, 1, 1.5, 2)
+    ]
     assert np.all(np.diff(by_difference) > 0.05)
     assert by_difference[-1] > 0.95
-    by_seeds = [rejection_rate(*experiments("normal", 1000, n, 1.0)) for n in (5, 6, 8, 10, 20)]
+    by_seeds = [measure_rejection_rate(*simulate_experiments("normal", 1000, n, 1.0)) for n in (5, 6, 8, 10, 20)]
     assert by_seeds[0] == 0  # five seeds can never show it
     assert np.all(np.diff(by_seeds) > 0.05)
 
 
 def test_pairing_sees_what_the_seeds_hide() -> None:
-    a, b = experiments("normal", 500, 8, difference=2.0)
+    a, b = simulate_experiments("normal", 500, 8, difference=2.0)
     unpaired = (stats.ttest_ind(a, b, axis=-1, equal_var=False).pvalue <= ALPHA).mean()
-    assert rejection_rate(a, b) > 0.9 > 0.1 > unpaired
+    assert measure_rejection_rate(a, b) > 0.9 > 0.1 > unpaired
 
 
 @pytest.mark.parametrize("better", [0, 2], ids=["none differs", "two of five differ"])
@@ -135,7 +140,7 @@ def test_holm_keeps_the_family_wise_error(better: int) -> None:
     differences[:, :better] += 5
     p = np.array([[paired_tests.sign_flip_p(row) for row in family] for family in differences])
     claims = np.array([paired_tests.holm(family) for family in p]) <= ALPHA
-    assert claims[:, better:].any(-1).mean() <= ALPHA + error(ALPHA, runs)
+    assert claims[:, better:].any(-1).mean() <= ALPHA + compute_standard_errors(ALPHA, runs)
     assert (p <= ALPHA)[:, better:].any(-1).mean() > 2 * ALPHA  # without the correction it is not kept
     assert claims[:, :better].all()
 
@@ -143,23 +148,26 @@ def test_holm_keeps_the_family_wise_error(better: int) -> None:
 @pytest.mark.slow
 def test_documented_tables_are_what_the_simulation_gives() -> None:
     for title, student in (("Coverage of the interval in use", False), ("Coverage of Student's t", True)):
-        table = documented(title)
-        assert set(table) == every_case(DRAWS)
-        cases = [*table] if student else some_cases()
-        measured = {(name, n): coverage(name, n, 10_000, student, stream=2) for name, n in cases}
+        table = read_documented_table(title)
+        assert set(table) == list_all_cases(DRAWS)
+        cases = [*table] if student else list_some_cases()
+        measured = {(name, n): measure_coverage(name, n, 10_000, student, stream=2) for name, n in cases}
         assert measured == pytest.approx({case: table[case] for case in cases}, abs=0.0015), title
-        assert max(table[name, n] for name, n in every_case(SKEWED)) < LEVEL  # the docs do not call these 95 %
-    table = documented("False claims of the sign-flip test")
-    assert set(table) == every_case(DRAWS)
-    measured = {(name, n): rejection_rate(*experiments(name, 4_000, n, stream=2)) for name, n in some_cases()}
+        assert max(table[name, n] for name, n in list_all_cases(SKEWED)) < LEVEL  # the docs do not call these 95 %
+    table = read_documented_table("False claims of the sign-flip test")
+    assert set(table) == list_all_cases(DRAWS)
+    measured = {
+        (name, n): measure_rejection_rate(*simulate_experiments(name, 4_000, n, stream=2))
+        for name, n in list_some_cases()
+    }
     assert measured == pytest.approx({case: table[case] for case in measured}, abs=0.0015)
 
 
 # --- intervals ----------------------------------------------------------------------------------------------------------------
 
 
-def half_widths(x: list[float]) -> tuple[float, float]:
-    """Of the interval in use, and of Student's t."""
+def compute_half_widths(x: list[float]) -> tuple[float, float]:
+    """Return the half-widths of our interval and of Student's."""
     low, high = paired_tests.mean_interval(x)
     student = stats.t.interval(LEVEL, len(x) - 1, loc=np.mean(x), scale=stats.sem(x))
     assert (float(low) + float(high)) / 2 == pytest.approx(np.mean(x))
@@ -167,18 +175,18 @@ def half_widths(x: list[float]) -> tuple[float, float]:
 
 
 def test_the_interval_below_eight_values_is_students_t() -> None:
-    used, student = half_widths([70.0, 72.5, 71.0, 75.0])
+    used, student = compute_half_widths([70.0, 72.5, 71.0, 75.0])
     assert used == pytest.approx(student)
 
 
 def test_the_interval_from_eight_values_is_once_to_twice_as_wide_as_t_and_repeats() -> None:
     x = np.random.default_rng(0).exponential(size=12)
-    used, student = half_widths(list(x))
+    used, student = compute_half_widths(list(x))
     assert 1 < used / student <= 2
     assert paired_tests.mean_interval(x[::-1]) == paired_tests.mean_interval(x)
     other = paired_tests.mean_interval(x, generator=np.random.default_rng(5))
     assert float(other[1]) - x.mean() == pytest.approx(used, rel=0.05)
-    used, student = half_widths([*np.linspace(1, 2, 9), -40.0])
+    used, student = compute_half_widths([*np.linspace(1, 2, 9), -40.0])
     assert used == pytest.approx(2 * student)
 
 
@@ -210,7 +218,7 @@ percents = st.decimals(0, 100, places=1).map(float)
 pairs = st.lists(st.tuples(percents, percents), min_size=1, max_size=9)
 
 
-def by_brute_force(d: list[int]) -> float:
+def compute_p_by_brute_force(d: list[int]) -> float:
     sums = [
         abs(sum(s * x for s, x in zip(signs, d, strict=True))) for signs in itertools.product((1, -1), repeat=len(d))
     ]
@@ -222,7 +230,7 @@ def by_brute_force(d: list[int]) -> float:
 def test_sign_flip_p_is_that_of_every_flip(pair: list[tuple[float, float]]) -> None:
     a, b = zip(*pair, strict=True)
     in_tenths = [round(10 * x) - round(10 * y) for x, y in pair]  # whole numbers: ties are exact here
-    assert paired_tests.compare_pair(a, b).p_value == by_brute_force(in_tenths)
+    assert paired_tests.compare_pair(a, b).p_value == compute_p_by_brute_force(in_tenths)
 
 
 @settings(max_examples=40, deadline=None)
@@ -258,7 +266,9 @@ def test_random_flips_agree_with_all_flips(monkeypatch: pytest.MonkeyPatch) -> N
     assert random == paired_tests.sign_flip_p(d)
     assert paired_tests.sign_flip_p(np.ones(31)) == pytest.approx(paired_tests.smallest_p(31), abs=1e-4)
     monkeypatch.setattr(paired_tests, "EXACT_UP_TO", 31)
-    assert random == pytest.approx(paired_tests.sign_flip_p(d), abs=error(random, paired_tests.FLIPS, times=4))
+    assert random == pytest.approx(
+        paired_tests.sign_flip_p(d), abs=compute_standard_errors(random, paired_tests.FLIPS, times=4)
+    )
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 12, 30])
@@ -343,8 +353,8 @@ def test_compare_metrics_takes_both_metrics_as_one_family() -> None:
 SHIFTS = np.array([1.0, 2.0, 3.0, 2.0, 1.5, 2.5, 2.0, 3.0])
 
 
-def against(differences: np.ndarray, metric: str = "", methods: int = 1) -> paired_tests.Comparison:
-    """The first of so many methods against fedavg; the others equal it."""
+def compare_with_fedavg(differences: np.ndarray, metric: str = "", methods: int = 1) -> paired_tests.Comparison:
+    """Compare a method with FedAvg; with more `methods`, the others equal FedAvg."""
     base = dict.fromkeys(range(len(differences)), 60.0)
     heal = {"fedheal": {seed: 60.0 + float(d) for seed, d in enumerate(differences)}}
     others = {f"other{i}": base for i in range(methods - 1)}
@@ -352,7 +362,7 @@ def against(differences: np.ndarray, metric: str = "", methods: int = 1) -> pair
 
 
 def test_verdict_says_better_with_its_evidence() -> None:
-    sentence = paired_tests.verdict(against(SHIFTS, methods=3))
+    sentence = paired_tests.verdict(compare_with_fedavg(SHIFTS, methods=3))
     assert sentence.startswith("fedheal is better than fedavg by 2.12 points (95 % CI 1.")
     assert sentence.endswith("p = 0.0234 after Holm's correction over 3 comparisons, 8 seeds).")
 
@@ -362,7 +372,7 @@ def test_verdict_says_better_with_its_evidence() -> None:
     [(1, "", "better"), (-1, "", "worse"), (1, "avg", "better"), (-1, "std", "better"), (1, "std", "worse")],
 )
 def test_verdict_knows_which_way_is_better(sign: int, metric: str, word: str) -> None:
-    sentence = paired_tests.verdict(against(sign * SHIFTS, metric))
+    sentence = paired_tests.verdict(compare_with_fedavg(sign * SHIFTS, metric))
     place = f" in {metric.upper()}" if metric else ""
     assert sentence.startswith(f"fedheal is {word} than fedavg{place} by 2.12 points (95 % CI 1.")  # never a minus sign
 
@@ -371,7 +381,7 @@ def test_verdict_knows_which_way_is_better(sign: int, metric: str, word: str) ->
     ("n", "methods", "needed", "smallest"), [(5, 1, 6, "0.0625"), (6, 3, 7, "0.09375"), (1, 1, 6, "1")]
 )
 def test_verdict_says_when_no_data_could_show_it(n: int, methods: int, needed: int, smallest: str) -> None:
-    sentence = paired_tests.verdict(against(SHIFTS[:n], methods=methods))
+    sentence = paired_tests.verdict(compare_with_fedavg(SHIFTS[:n], methods=methods))
     assert "cannot show a difference at 0.05 with a two-sided exact sign-flip test" in sentence
     assert f"smallest possible p = {smallest}); {needed} or more can" in sentence
     assert "better" not in sentence
@@ -388,29 +398,33 @@ def test_seeds_needed_are_enough_and_one_fewer_is_not() -> None:
 
 def test_verdict_at_a_level_that_few_or_no_numbers_of_seeds_can_reach() -> None:
     """2/2^n is at most 1e-6 from 21 seeds on, and random flips, from 31 on, give no p below 1e-5."""
-    assert "; no number of seeds can (observed" in paired_tests.verdict(against(np.arange(1.0, 4)), alpha=1e-12)
+    assert "; no number of seeds can (observed" in paired_tests.verdict(
+        compare_with_fedavg(np.arange(1.0, 4)), alpha=1e-12
+    )
     for n in (3, 40):
-        assert "; 21 to 30 can (observed" in paired_tests.verdict(against(np.arange(1.0, n + 1)), alpha=1e-6)
+        assert "; 21 to 30 can (observed" in paired_tests.verdict(
+            compare_with_fedavg(np.arange(1.0, n + 1)), alpha=1e-6
+        )
 
 
 def test_verdict_never_takes_silence_for_equality() -> None:
-    mixed = paired_tests.verdict(against(np.array([1.0, -2.0, 0.5, 3.0, -1.0, 0.0, 2.0, -1.5])))
+    mixed = paired_tests.verdict(compare_with_fedavg(np.array([1.0, -2.0, 0.5, 3.0, -1.0, 0.0, 2.0, -1.5])))
     assert mixed.startswith("No difference between fedheal and fedavg can be concluded")
     assert (
         "8 seeds, 1 of them without a difference), which is not evidence of equality; a true difference of up to"
         in mixed
     )
-    same = paired_tests.verdict(against(np.zeros(8)))
+    same = paired_tests.verdict(compare_with_fedavg(np.zeros(8)))
     assert same.endswith("they are the same in all 8 seeds, which is not evidence that they are in others.")
 
 
 def test_verdict_names_a_disagreement_of_test_and_interval() -> None:
-    only_interval = against(np.array([1.0, 1.1, 0.9, 1.0, 1.05, -0.01]))
+    only_interval = compare_with_fedavg(np.array([1.0, 1.1, 0.9, 1.0, 1.05, -0.01]))
     assert only_interval.low is not None
     assert only_interval.low > 0
     assert only_interval.p_value > ALPHA
     assert "the interval excludes 0, but" in paired_tests.verdict(only_interval)
-    only_test = against(np.array([0.1, 0.1, 0.1, 0.1, 0.1, 9.0]))
+    only_test = compare_with_fedavg(np.array([0.1, 0.1, 0.1, 0.1, 0.1, 9.0]))
     assert only_test.low is not None
     assert only_test.low < 0
     assert "is better" in paired_tests.verdict(only_test)
@@ -434,10 +448,10 @@ def test_verdict_counts_left_out_seeds_and_small_p() -> None:
 @pytest.mark.parametrize("n", [1, 30, 500])
 def test_accuracy_interval_is_wilsons(n: int) -> None:
     for right in {0, 1, n // 2, n}:
-        found = standard_error.accuracy_error(100 * right / n, n)
+        actual = standard_error.accuracy_error(100 * right / n, n)
         expected = stats.binomtest(right, n).proportion_ci(method="wilson")
-        assert found[1:] == pytest.approx((100 * expected.low, 100 * expected.high))
-        assert found.se > 0
+        assert actual[1:] == pytest.approx((100 * expected.low, 100 * expected.high))
+        assert actual.se > 0
 
 
 def test_wilson_covers_thirty_images() -> None:

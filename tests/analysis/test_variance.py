@@ -10,14 +10,14 @@ from fedheal.analysis.variance import estimate_components, get_sd_range
 
 def test_a_table_of_two_by_three_is_as_by_hand() -> None:
     """Sums of squares 13.5, 7 and 1 with 1, 2 and 2 degrees of freedom."""
-    found = estimate_components([[1, 2, 3], [3, 6, 6]], ["split", "init"])
-    assert [c.name for c in found.components] == ["split", "init", "split x init"]
-    assert [c.df for c in found.components] == [1, 2, 2]
-    assert [c.mean_square for c in found.components] == pytest.approx([13.5, 3.5, 0.5])
-    assert [c.variance for c in found.components] == pytest.approx([13 / 3, 3 / 2, 0.5])
-    assert found.mean == 3.5
-    assert found.error == pytest.approx(2.75**0.5)  # (13.5 + 3.5 - 0.5) / 6
-    assert found.get_share(found.components[2]) == pytest.approx(0.5 / (13 / 3 + 2))
+    estimate = estimate_components([[1, 2, 3], [3, 6, 6]], ["split", "init"])
+    assert [c.name for c in estimate.components] == ["split", "init", "split x init"]
+    assert [c.df for c in estimate.components] == [1, 2, 2]
+    assert [c.mean_square for c in estimate.components] == pytest.approx([13.5, 3.5, 0.5])
+    assert [c.variance for c in estimate.components] == pytest.approx([13 / 3, 3 / 2, 0.5])
+    assert estimate.mean == 3.5
+    assert estimate.error == pytest.approx(2.75**0.5)  # (13.5 + 3.5 - 0.5) / 6
+    assert estimate.get_share(estimate.components[2]) == pytest.approx(0.5 / (13 / 3 + 2))
 
 
 def test_a_negative_estimate_is_zero_and_no_variance_has_no_shares() -> None:
@@ -33,7 +33,7 @@ def test_one_factor_is_the_sample_variance() -> None:
     assert (only.variance, only.df) == (7.0, 2)
 
 
-def draw(shape: tuple[int, ...], sds: dict[str, float], chance: np.random.Generator) -> np.ndarray:
+def draw_results(shape: tuple[int, ...], sds: dict[str, float], chance: np.random.Generator) -> np.ndarray:
     """Return results with normal effects; `sds` has a standard deviation by the axes that an effect goes over ("02")."""
     x = np.zeros(shape)
     for axes, sd in sds.items():
@@ -46,9 +46,11 @@ def test_mean_squares_are_on_average_what_the_model_expects() -> None:
     sds = {"0": 3.0, "1": 1.0, "2": 2.0, "01": 0.0, "02": 1.5, "12": 0.0, "012": 0.5}
     expected = [6 * 9 + 3 * 2.25 + 0.25, 8 * 1 + 0.25, 12 * 4 + 3 * 2.25 + 0.25, 0.25, 3 * 2.25 + 0.25, 0.25, 0.25]
     chance = np.random.default_rng(0)
-    designs = [estimate_components(draw((4, 3, 2), sds, chance), ["split", "init", "batch"]) for _ in range(200)]
+    designs = [
+        estimate_components(draw_results((4, 3, 2), sds, chance), ["split", "init", "batch"]) for _ in range(200)
+    ]
     assert [c.name for c in designs[0].components[3:5]] == ["split x init", "split x batch"]
-    squares = np.array([[c.mean_square for c in found.components] for found in designs])
+    squares = np.array([[c.mean_square for c in estimate.components] for estimate in designs])
     assert (np.abs(squares.mean(axis=0) - expected) < 4 * squares.std(axis=0) / 200**0.5).all()
 
 
@@ -60,8 +62,10 @@ def test_mean_squares_are_on_average_what_the_model_expects() -> None:
     ],
 )
 def test_known_components_are_recovered_from_a_large_design(shape: tuple[int, ...], sds: dict[str, float]) -> None:
-    found = estimate_components(draw(shape, sds, np.random.default_rng(1)), ["split", "init", "batch"][: len(shape)])
-    assert [c.sd for c in found.components] == pytest.approx(list(sds.values()), rel=0.2, abs=0.05)
+    estimate = estimate_components(
+        draw_results(shape, sds, np.random.default_rng(1)), ["split", "init", "batch"][: len(shape)]
+    )
+    assert [c.sd for c in estimate.components] == pytest.approx(list(sds.values()), rel=0.2, abs=0.05)
 
 
 def test_the_range_of_a_standard_deviation_covers_as_often_as_it_says() -> None:

@@ -36,11 +36,11 @@ def run_jobs(planned: list[Job], processes: int = 1) -> list[dict[str, object]]:
 def test_methods_are_paired_by_seed(tmp_path):
     """With tau and beta 0 FedHEAL is FedAvg: the same split, cohorts, batches and initial model must give the same numbers."""
     planned = plan(["fedavg", "fedheal:tau=0,beta=0"], [0, 1], QUICK | {"participation": 0.6}, tmp_path)
-    one, twin, other, _ = run_jobs(planned)
-    assert one["method"] == "fedavg"
+    first, twin, other, _ = run_jobs(planned)
+    assert first["method"] == "fedavg"
     assert twin["method"] == "fedavg+fedheal:tau=0.0,beta=0.0"
-    assert one["domains"] == twin["domains"]
-    assert one["clients"] == twin["clients"]
+    assert first["domains"] == twin["domains"]
+    assert first["clients"] == twin["clients"]
     models = [records.load_tensors(job.folder / "model.safetensors") for job in planned]
     assert all(models[0][name].equal(models[1][name]) for name in models[0])
     assert not all(models[0][name].equal(models[2][name]) for name in models[0])
@@ -109,16 +109,16 @@ def test_killed_in_the_middle_and_started_again_it_gives_the_same_table(tmp_path
 
 def test_bounds_are_rows_like_others(tmp_path):
     planned = plan(["fedavg", *BOUNDS], [0], QUICK | {"rounds": 2}, tmp_path)
-    found = {row.method: row for row in build_rows(run_jobs(planned))}
-    assert set(found) == {"fedavg", *BOUNDS}
+    rows = {row.method: row for row in build_rows(run_jobs(planned))}
+    assert set(rows) == {"fedavg", *BOUNDS}
     summaries = find_results([tmp_path])
     by_name = {Path(s["folder"]).name: s for s in summaries}
     # standalone: each client's own model on its own domain, mean over the domain's clients
     plain = [by_name[f"standalone-plain-{i}-seed0"]["domains"]["plain"] for i in range(2)]
-    assert found["standalone"].domains["plain"] == pytest.approx(sum(plain) / 2)
-    assert found["standalone"].domains["dark"] == by_name["standalone-dark-0-seed0"]["domains"]["dark"]
+    assert rows["standalone"].domains["plain"] == pytest.approx(sum(plain) / 2)
+    assert rows["standalone"].domains["dark"] == by_name["standalone-dark-0-seed0"]["domains"]["dark"]
     # leave one out: the domain's accuracy comes from the run without it
-    assert found["leave-one-domain-out"].domains["noisy"] == by_name["without-noisy-seed0"]["domains"]["noisy"]
+    assert rows["leave-one-domain-out"].domains["noisy"] == by_name["without-noisy-seed0"]["domains"]["noisy"]
     assert set(by_name["without-noisy-seed0"]["trained"]) == {"plain-0", "plain-1", "dark-0"}
     assert by_name["centralised-seed0"]["trained"] == {"pooled": ""}
     # a bound whose runs are not all there is no row yet
@@ -217,10 +217,10 @@ def test_validation_examples_are_held_out_of_training():
     federation = build_federation(experiment, datasets.load_dataset(experiment.data), resolve_device("cpu"))
     whole = build_federation(quick(), datasets.load_dataset(experiment.data), resolve_device("cpu"))
     for client, split in federation.local_training.examples.items():
-        held, everything = federation.validation[client], whole.local_training.examples[client]
-        assert len(split) + len(held) == len(everything)
-        assert len(held) == round(0.25 * len(everything))
-        both = [*split.images.flatten(1).tolist(), *held.images.flatten(1).tolist()]
+        held_out, everything = federation.validation[client], whole.local_training.examples[client]
+        assert len(split) + len(held_out) == len(everything)
+        assert len(held_out) == round(0.25 * len(everything))
+        both = [*split.images.flatten(1).tolist(), *held_out.images.flatten(1).tolist()]
         assert sorted(both) == sorted(everything.images.flatten(1).tolist())
     result = fedheal.run(experiment, progress=False)
     assert set(result.summary["validation"]["domains"]) == {"plain", "noisy", "dark"}
@@ -231,7 +231,7 @@ def test_validation_examples_are_held_out_of_training():
 
 @pytest.mark.parametrize("method", ["fedga", "fedce"])
 def test_examples_that_set_weights_do_not_score_the_model(method):
-    """A sweep would otherwise choose by the very examples that the weights were fitted to."""
+    """Otherwise a sweep would choose by the examples that the weights were fitted to."""
     from fedheal import data as datasets
     from fedheal.simulate.build import build_federation
     from fedheal.simulate.devices import resolve_device

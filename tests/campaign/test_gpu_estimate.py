@@ -50,5 +50,5 @@ def test_random_numbers_of_the_process_are_left_alone():
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    is_small_run(quick(model="tiny_data:normed", width=7))
+    is_small_run(quick(model="tiny_data:conv_batchnorm", width=7))
     assert torch.rand(1) == expected

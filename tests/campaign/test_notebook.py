@@ -21,16 +21,16 @@ FIELDS: dict[str, Any] = {key: value for key, value in tiny_data.QUICK.items() i
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[fedheal.Report, Path]:
-    """Two methods by name and one of one's own, on data given as an object, with two seeds."""
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> tuple[fedheal.Report, Path]:
+    """A comparison of two named methods and a custom one, on data given as an object, with two seeds."""
     folder = tmp_path_factory.mktemp("compared")
     own = Method(local=(), aggregator=aggregate.fedheal(tau=0.5), name="mine")
     methods = ["fedavg", "fedavg+uniform", own]
     return fedheal.compare(methods, data=tiny_data.load, seeds=2, out=folder, **FIELDS), folder
 
 
-def test_a_comparison_has_a_row_for_each_method_and_seed(compared: tuple[fedheal.Report, Path]) -> None:
-    report, folder = compared
+def test_a_comparison_has_a_row_for_each_method_and_seed(comparison: tuple[fedheal.Report, Path]) -> None:
+    report, folder = comparison
     rows = [(row.method, row.seed) for row in report.rows]
     assert rows == [(m, s) for s in (0, 1) for m in ("fedavg", "fedavg+uniform")] + [("mine", 0), ("mine", 1)]
     assert len(find_results([folder])) == 6
@@ -38,8 +38,8 @@ def test_a_comparison_has_a_row_for_each_method_and_seed(compared: tuple[fedheal
     assert report.rows[2].domains == alone.domains
 
 
-def test_it_is_shown_as_a_table_and_sentences(compared: tuple[fedheal.Report, Path]) -> None:
-    report, _ = compared
+def test_it_is_shown_as_a_table_and_sentences(comparison: tuple[fedheal.Report, Path]) -> None:
+    report, _ = comparison
     text = repr(report)
     assert text.startswith("tiny@")
     for word in ("fedavg+uniform", "mine", "plain", "AVG", "seeds"):
@@ -47,22 +47,22 @@ def test_it_is_shown_as_a_table_and_sentences(compared: tuple[fedheal.Report, Pa
     assert report._repr_html_() == f"<pre>{html.escape(text)}</pre>"
 
 
-def test_notes_on_the_data_are_shown(compared: tuple[fedheal.Report, Path]) -> None:
-    first, *_ = compared[0].rows
+def test_notes_on_the_data_are_shown(comparison: tuple[fedheal.Report, Path]) -> None:
+    first, *_ = comparison[0].rows
     noted = replace(first, summaries=({**first.summaries[0], "data_notes": ["plain stands in for another domain"]},))
-    assert "plain stands in for another domain" in str(replace(compared[0], rows=(noted,)))
+    assert "plain stands in for another domain" in str(replace(comparison[0], rows=(noted,)))
 
 
-def test_repeating_it_runs_nothing_again(compared: tuple[fedheal.Report, Path], monkeypatch: Any) -> None:
-    report, folder = compared
+def test_repeating_it_runs_nothing_again(comparison: tuple[fedheal.Report, Path], monkeypatch: Any) -> None:
+    report, folder = comparison
     monkeypatch.setattr("fedheal.campaign.pool.run_job", None)
     assert [row.seed for row in fedheal.compare("fedavg", tiny_data.load(), "0-1", folder, **FIELDS).rows] == [0, 1]
     again = fedheal.compare(["fedavg", "fedavg+uniform"], tiny_data.load(), [0, 1], folder, **FIELDS)
     assert [row.domains for row in again.rows] == [row.domains for row in report.rows[:4]]
 
 
-def test_a_report_reads_folders_and_writes_a_page(compared: tuple[fedheal.Report, Path], tmp_path: Path) -> None:
-    report, folder = compared
+def test_a_report_reads_folders_and_writes_a_page(comparison: tuple[fedheal.Report, Path], tmp_path: Path) -> None:
+    report, folder = comparison
     read = fedheal.make_report(str(folder), reference="fedavg+uniform")
     assert {(row.method, row.seed) for row in read.rows} == {(row.method, row.seed) for row in report.rows}
     assert "fedavg+uniform" in str(read)
@@ -70,11 +70,11 @@ def test_a_report_reads_folders_and_writes_a_page(compared: tuple[fedheal.Report
     assert "<title>Mine" in page.read_text("utf-8")
 
 
-def test_a_data_frame_has_a_record_a_row(compared: tuple[fedheal.Report, Path], monkeypatch: Any) -> None:
+def test_a_data_frame_has_a_record_a_row(comparison: tuple[fedheal.Report, Path], monkeypatch: Any) -> None:
     records: list[Any] = []
     frame = SimpleNamespace(from_records=records.append)
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=frame))
-    compared[0].to_pandas()
+    comparison[0].to_pandas()
     assert [(record["method"], record["seed"]) for record in records[0]][:2] == [("fedavg", 0), ("fedavg+uniform", 0)]
 
 
@@ -95,10 +95,10 @@ def test_what_cannot_be_is_a_sentence(tmp_path: Path) -> None:
 def test_a_finished_run_of_a_model_that_has_changed_is_not_reused(tmp_path: Path) -> None:
     sizes = {"middle": 16}
 
-    def grown(classes: int) -> nn.Module:
+    def build_model(classes: int) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(192, sizes["middle"]), nn.Linear(sizes["middle"], classes))
 
-    fields = FIELDS | {"model": grown, "seeds": 1, "out": tmp_path / "runs", "data": tiny_data.load()}
+    fields = FIELDS | {"model": build_model, "seeds": 1, "out": tmp_path / "runs", "data": tiny_data.load()}
     first = fedheal.compare(["fedavg"], **fields)
     assert fedheal.compare(["fedavg"], **fields).rows[0].domains == first.rows[0].domains
     sizes["middle"] = 17

@@ -57,7 +57,7 @@ def make_pipe():
 
 
 def test_runs_are_timed_together(packing, monkeypatch, capsys):
-    """Threads stand in for processes, and a nap for a round."""
+    """Threads replace the processes, and `sleep` replaces a round."""
 
     def serve_naps(model, device, precision, parent):
         parent.send(packing.WarmUp(0.1, 0))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from disk_hooks import raise_disk_full
 from fedheal.campaign import placement, pool
 from fedheal.campaign import ray as ray_jobs
 from fedheal.campaign.jobs import Job
@@ -67,7 +68,7 @@ class FakeRuns:
 
 
 @pytest.fixture
-def runs(monkeypatch, two_gpus):
+def fake_runs(monkeypatch, two_gpus):
     runs = FakeRuns()
     monkeypatch.setattr(pool, "_start_pool", Threads)
     monkeypatch.setattr(pool, "run_job", runs.run)
@@ -75,74 +76,74 @@ def runs(monkeypatch, two_gpus):
     return runs
 
 
-def jobs(folder: Path, *names: str, **keys: object) -> list[Job]:
+def make_jobs(folder: Path, *names: str, **keys: object) -> list[Job]:
     return [Job(quick(name=name, **{"device": "auto"} | keys), folder / name) for name in names]
 
 
-def test_whoever_is_free_takes_the_next_run(runs, tmp_path):
-    """Nine runs, one a GPU at a time: beside a long one the other GPU does all the rest."""
-    runs.waits["a"] = lambda: runs.ended == set("bcdefghi")
-    done = [job.folder.name for job in run_all(jobs(tmp_path, *"abcdefghi"), 2)]
+def test_whoever_is_free_takes_the_next_run(fake_runs, tmp_path):
+    """Of nine runs, one a GPU at a time, the first is long: the other GPU does all the rest."""
+    fake_runs.waits["a"] = lambda: fake_runs.ended == set("bcdefghi")
+    done = [job.folder.name for job in run_all(make_jobs(tmp_path, *"abcdefghi"), 2)]
     assert sorted(done) == list("abcdefghi")
-    assert runs.where.pop("a") == "gpu0"
-    assert set(runs.where.values()) == {"gpu1"}
-    assert runs.most == {"gpu0": 1, "gpu1": 1}
+    assert fake_runs.where.pop("a") == "gpu0"
+    assert set(fake_runs.where.values()) == {"gpu1"}
+    assert fake_runs.most == {"gpu0": 1, "gpu1": 1}
 
 
-def test_small_runs_share_gpus_and_large_ones_do_not(runs, tmp_path, monkeypatch):
+def test_small_runs_share_gpus_and_large_ones_do_not(fake_runs, tmp_path, monkeypatch):
     for name in "abcdefgh":
-        runs.waits[name] = lambda: len(runs.where) >= 8
-    list(run_all(jobs(tmp_path, *"abcdefgh", "more"), 0))
-    assert runs.most == {"gpu0": 4, "gpu1": 4}
-    runs.most.clear()
+        fake_runs.waits[name] = lambda: len(fake_runs.where) >= 8
+    list(run_all(make_jobs(tmp_path, *"abcdefgh", "more"), 0))
+    assert fake_runs.most == {"gpu0": 4, "gpu1": 4}
+    fake_runs.most.clear()
     monkeypatch.setattr(placement, "is_small_run", lambda _: False)
     for name in "ij":
-        runs.waits[name] = lambda: {"i", "j"} <= set(runs.where)
-    list(run_all(jobs(tmp_path, *"ijkl"), 0))
-    assert runs.most == {"gpu0": 1, "gpu1": 1}
+        fake_runs.waits[name] = lambda: {"i", "j"} <= set(fake_runs.where)
+    list(run_all(make_jobs(tmp_path, *"ijkl"), 0))
+    assert fake_runs.most == {"gpu0": 1, "gpu1": 1}
 
 
-def test_after_an_error_nothing_new_starts(runs, tmp_path):
-    runs.waits["long"] = lambda: "bad" in runs.ended
-    runs.waits["bad"] = lambda: "long" in runs.where
+def test_after_an_error_nothing_new_starts(fake_runs, tmp_path):
+    fake_runs.waits["long"] = lambda: "bad" in fake_runs.ended
+    fake_runs.waits["bad"] = lambda: "long" in fake_runs.where
     with pytest.raises(ValueError, match="a bad run"):
-        list(run_all(jobs(tmp_path, "bad", "long", "never", "neither"), 2))
-    assert "bad" in runs.ended
-    assert "neither" not in runs.where  # one more may have begun if `long` was done first
+        list(run_all(make_jobs(tmp_path, "bad", "long", "never", "neither"), 2))
+    assert "bad" in fake_runs.ended
+    assert "neither" not in fake_runs.where  # one more may have begun if `long` was done first
 
 
-def test_whoever_stops_asking_stops_the_rest(runs, tmp_path):
-    asked = run_all(jobs(tmp_path, *"abcdefghi"), 2)
-    next(asked)
-    asked.close()
-    assert len(runs.where) == 2
+def test_whoever_stops_asking_stops_the_rest(fake_runs, tmp_path):
+    iterator = run_all(make_jobs(tmp_path, *"abcdefghi"), 2)
+    next(iterator)
+    iterator.close()
+    assert len(fake_runs.where) == 2
 
 
-def test_one_at_a_time_is_in_this_process(runs, tmp_path, monkeypatch):
+def test_one_at_a_time_is_in_this_process(fake_runs, tmp_path, monkeypatch):
     monkeypatch.setattr(pool, "_start_pool", lambda place: pytest.fail("a process was started"))
-    list(run_all(jobs(tmp_path, *"ab"), 1))
-    list(run_all(jobs(tmp_path, "c"), 0))
+    list(run_all(make_jobs(tmp_path, *"ab"), 1))
+    list(run_all(make_jobs(tmp_path, "c"), 0))
     monkeypatch.setattr(placement, "count_gpus", lambda: 1)
     monkeypatch.setattr(placement, "is_small_run", lambda _: False)
-    list(run_all(jobs(tmp_path, *"de"), 0))
-    assert set(runs.where) == set("abcde")
-    assert set(runs.where.values()) == {"MainThread"}
+    list(run_all(make_jobs(tmp_path, *"de"), 0))
+    assert set(fake_runs.where) == set("abcde")
+    assert set(fake_runs.where.values()) == {"MainThread"}
 
 
-def test_runs_on_different_devices_go_one_kind_after_the_other(runs, tmp_path):
-    runs.waits["a"] = lambda: "b" in runs.where
+def test_runs_on_different_devices_go_one_kind_after_the_other(fake_runs, tmp_path):
+    fake_runs.waits["a"] = lambda: "b" in fake_runs.where
     mixed = [
-        *jobs(tmp_path, "a", "b"),
-        *jobs(tmp_path, "c", "d", device="cpu"),
-        *jobs(tmp_path, "e", "f", device="cuda:1"),
+        *make_jobs(tmp_path, "a", "b"),
+        *make_jobs(tmp_path, "c", "d", device="cpu"),
+        *make_jobs(tmp_path, "e", "f", device="cuda:1"),
     ]
     assert describe_schedule(mixed, 0) == "2 at a time on 2 GPUs, then 2 at a time, then 2 at a time"
     assert [job.folder.name in "ab" for job in run_all(mixed, 0)] == [True, True, False, False, False, False]
-    assert runs.where == {"a": "gpu0", "b": "gpu1", "c": "gpuNone", "d": "gpuNone", "e": "gpuNone", "f": "gpuNone"}
+    assert fake_runs.where == {"a": "gpu0", "b": "gpu1", "c": "gpuNone", "d": "gpuNone", "e": "gpuNone", "f": "gpuNone"}
 
 
 def test_the_schedule_is_described_beforehand(two_gpus, tmp_path):
-    planned = jobs(tmp_path, *"abcdefghijkl")
+    planned = make_jobs(tmp_path, *"abcdefghijkl")
     assert describe_schedule(planned, 0) == "8 at a time on 2 GPUs"
     assert describe_schedule(planned, 3) == "3 at a time on 2 GPUs"
     assert describe_schedule(planned[:1], 0) == "1 at a time on one GPU"
@@ -157,7 +158,7 @@ def test_the_schedule_is_described_beforehand(two_gpus, tmp_path):
 @pytest.mark.parametrize(("processes", "ray"), [(0, None), (2, None), (1, "auto")])
 def test_runs_that_each_need_a_whole_cluster_go_one_by_one(tmp_path, processes, ray):
     with pytest.raises(ValueError, match="engine = 'ray' gives one run the whole cluster: use --jobs 1"):
-        run_all(jobs(tmp_path, "a", "b", engine="ray", device="cpu"), processes, ray)
+        run_all(make_jobs(tmp_path, "a", "b", engine="ray", device="cpu"), processes, ray)
 
 
 @pytest.mark.parametrize(
@@ -178,28 +179,28 @@ def test_on_a_cluster_small_runs_ask_for_a_part_of_a_gpu(keys, gpus, share):
 
 @pytest.mark.slow
 def test_real_processes_see_one_gpu_each_and_give_what_this_one_gives(tmp_path, monkeypatch, two_gpus):
-    """The GPUs are made up, so that the runs end up on the CPU; what they see of the environment is real."""
-    told = tmp_path / "told"
-    monkeypatch.setenv("TINY_DATA_TOLD", str(told))
+    """The GPUs are simulated, so the runs use the CPU; their environment variables are real."""
+    log = tmp_path / "log"
+    monkeypatch.setenv("TINY_DATA_LOG", str(log))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7, GPU-made-up")
-    planned = jobs(tmp_path, *"abcd", data="tiny_data:told")
-    expected = records.read_json(next(run_all(jobs(tmp_path, "here", device="cpu"))).folder / "result.json")
+    planned = make_jobs(tmp_path, *"abcd", data="tiny_data:load_and_log")
+    expected = records.read_json(next(run_all(make_jobs(tmp_path, "here", device="cpu"))).folder / "result.json")
     assert {job.folder.name for job in run_all(planned, 2)} == set("abcd")
-    seen = [line.split(" ", 1) for line in told.read_text().splitlines()]
+    seen = [line.split(" ", 1) for line in log.read_text().splitlines()]
     assert len(seen) == 4
     assert str(os.getpid()) not in {process for process, _ in seen}
     assert {where for _, where in seen} == {"7", "GPU-made-up"}
     assert len({tuple(pair) for pair in seen}) == 2  # a process stays with its GPU
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7, GPU-made-up"
     for job in planned:
-        found = records.read_json(job.folder / "result.json")
-        assert found["domains"] == expected["domains"]
-        assert found["device"] == expected["device"] == "cpu"
+        result = records.read_json(job.folder / "result.json")
+        assert result["domains"] == expected["domains"]
+        assert result["device"] == expected["device"] == "cpu"
 
 
 @pytest.mark.slow
 def test_an_error_in_a_process_is_the_error_here(tmp_path):
-    planned = [*jobs(tmp_path, "bad", "worse", lr=1e9, device="cpu"), *jobs(tmp_path, "never", device="cpu")]
+    planned = [*make_jobs(tmp_path, "bad", "worse", lr=1e9, device="cpu"), *make_jobs(tmp_path, "never", device="cpu")]
     with pytest.raises(ValueError, match="its update holds NaN"):
         list(run_all(planned, 2))
     assert not any(job.is_finished for job in planned)
@@ -209,7 +210,7 @@ def test_an_error_in_a_process_is_the_error_here(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_process_does_not_keep_the_others_waiting(killed, monkeypatch):
-    """Of two idle processes one waits for a job and holds the queue's lock, which dies with it."""
+    """One of two idle processes holds the queue's lock while it waits for a job, and is killed with it."""
     monkeypatch.setattr(pool, "GRACE_SECONDS", 0.2)
     processes = pool._start_pool(DeviceSlots(None, 2))
     for future in [processes.submit(time.sleep, 0.2) for _ in range(2)]:
@@ -224,12 +225,9 @@ def test_a_killed_process_does_not_keep_the_others_waiting(killed, monkeypatch):
 
 
 def test_a_folder_from_a_cluster_has_a_result_only_when_it_is_whole(tmp_path, monkeypatch):
-    def full(path: Path, target: Path) -> None:
-        raise OSError(28, "No space left on device")
-
     files = {"result.json": b"{}", "state/1.safetensors": b"x"}
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", full)
+        patch.setattr(Path, "replace", raise_disk_full)
         with pytest.raises(OSError, match="No space left"):
             ray_jobs._write_folder(files, tmp_path)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
@@ -238,7 +236,7 @@ def test_a_folder_from_a_cluster_has_a_result_only_when_it_is_whole(tmp_path, mo
 
 
 def test_an_error_on_a_cluster_is_the_error_here(monkeypatch):
-    """Ray raises it as one of its own kind, whose text is the traceback there."""
+    """Ray wraps the error in one of its own, whose text is the remote traceback."""
     import ray
 
     cause = ValueError("model 'x' has no parameter to train")

@@ -27,12 +27,12 @@ from fedheal.simulate.build import build_federation, load_domains
 from tiny_data import QUICK
 
 
-def run(jobs):
+def run_jobs(jobs):
     for _ in run_all(jobs, 1):
         pass
 
 
-def search(tmp_path, **more):
+def make_search(tmp_path, **more):
     fixed = QUICK | {"rounds": 2, "method": "fedheal"}
     return Search({"tau": [0.0, 0.9], "lr": [0.05, 0.0005]}, fixed, [0], tmp_path, **more)
 
@@ -53,8 +53,8 @@ def test_points_that_the_seeds_do_not_tell_apart_are_counted():
     behind = Trial({"tau": 0.3}, {"avg": (59.0, 61.0, 63.0)})  # behind by 1 with every seed
     same = Trial({"tau": 0.4}, {"avg": (60.0, 62.0, 64.0)})
     assert count_equals([best, close, behind, same], best, "avg") == 2
-    one, other = Trial({}, {"avg": (60.0,)}), Trial({}, {"avg": (59.9,)})
-    assert count_equals([one, other], one, "avg") == 0
+    first, other = Trial({}, {"avg": (60.0,)}), Trial({}, {"avg": (59.9,)})
+    assert count_equals([first, other], first, "avg") == 0
 
 
 @pytest.mark.parametrize(
@@ -73,27 +73,27 @@ def test_points_that_the_seeds_do_not_tell_apart_are_counted():
     ],
 )
 def test_the_next_command_tests_the_choice_on_other_seeds(tmp_path, fixed, point, command):
-    wanted = Search({key: [value, "other"] for key, value in point.items()}, fixed, [0, 2], tmp_path)
-    assert wanted.format_next_command(Trial(point, {})) == command
+    search = Search({key: [value, "other"] for key, value in point.items()}, fixed, [0, 2], tmp_path)
+    assert search.format_next_command(Trial(point, {})) == command
 
 
 @pytest.fixture(scope="module")
 def finished_grid(tmp_path_factory):
     """The folder of a grid that has been searched, and its trials."""
     folder = tmp_path_factory.mktemp("grid")
-    return folder, search_grid(search(folder), run)
+    return folder, search_grid(make_search(folder), run_jobs)
 
 
 def test_a_grid_runs_every_point_and_reads_its_validation(finished_grid):
     folder, trials = finished_grid
-    wanted = search(folder)
+    search = make_search(folder)
     assert [t.point for t in trials] == [
         {"tau": 0.0, "lr": 0.05},
         {"tau": 0.0, "lr": 0.0005},
         {"tau": 0.9, "lr": 0.05},
         {"tau": 0.9, "lr": 0.0005},
     ]
-    stored = json.loads((wanted.jobs(trials[0].point)[0].folder / "result.json").read_text())
+    stored = json.loads((search.jobs(trials[0].point)[0].folder / "result.json").read_text())
     assert trials[0].validation["avg"] == (stored["validation"]["avg"],)
     assert choose_best(trials, "avg").point["lr"] == 0.05  # the other one hardly learns
 
@@ -106,11 +106,11 @@ def test_results_on_the_test_set_change_no_trial(tmp_path, finished_grid):
         stored |= {key: float(number) for key in ("avg", "std", "worst", "best", "gap", "jain")}
         stored["domains"] = dict.fromkeys(stored["domains"], float(number))
         path.write_text(json.dumps(stored))
-    assert search_grid(search(tmp_path), run) == trials
+    assert search_grid(make_search(tmp_path), run_jobs) == trials
 
 
 def test_validation_examples_are_counted_as_a_run_holds_them_out(tmp_path):
-    (job,) = search(tmp_path).jobs({"tau": 0.0, "lr": 0.05})
+    (job,) = make_search(tmp_path).jobs({"tau": 0.0, "lr": 0.05})
     data = measure_validation(job.experiment)
     assert data.sizes == {"plain": 10, "noisy": 6, "dark": 3}  # 20 % of 2 x 24, 2 x 16 and 13, rounded per client
     federation = build_federation(job.experiment, load_domains(job.experiment), torch.device("cpu"))
@@ -131,11 +131,11 @@ def test_a_point_is_at_chance_up_to_two_standard_errors_above_it():
 
 
 def test_random_search_tries_different_points_of_the_grid_and_repeats_itself(tmp_path):
-    trials = search_randomly(search(tmp_path), run, 3, seed=1)
+    trials = search_randomly(make_search(tmp_path), run_jobs, 3, seed=1)
     points = [tuple(t.point.items()) for t in trials]
     assert len(set(points)) == 3
-    assert [tuple(t.point.items()) for t in search_randomly(search(tmp_path), run, 3, seed=1)] == points
-    assert len(search_randomly(search(tmp_path), run, 99)) == 4
+    assert [tuple(t.point.items()) for t in search_randomly(make_search(tmp_path), run_jobs, 3, seed=1)] == points
+    assert len(search_randomly(make_search(tmp_path), run_jobs, 99)) == 4
 
 
 def test_random_search_draws_from_a_grid_that_does_not_fit_into_memory(tmp_path):
@@ -156,11 +156,11 @@ def test_random_search_draws_from_a_grid_that_does_not_fit_into_memory(tmp_path)
     with pytest.raises(
         ValueError, match="the grid has 10,000,000,000,000,000 points, more than 10,000: use --search random"
     ):
-        search_grid(huge, run)
+        search_grid(huge, run_jobs)
     larger = Search(huge.space | {"server_lr": huge.space["lr"]}, QUICK, [0], tmp_path)
     with pytest.raises(ValueError, match="too many to draw from"):
-        search_randomly(larger, run, 1)
-    small = search(tmp_path)
+        search_randomly(larger, run_jobs, 1)
+    small = make_search(tmp_path)
     listed = [{"tau": tau, "lr": lr} for tau in small.space["tau"] for lr in small.space["lr"]]
     assert [small.point(place) for place in range(small.size)] == listed
     assert list(small.point(2)) == ["tau", "lr"]
@@ -169,7 +169,7 @@ def test_random_search_draws_from_a_grid_that_does_not_fit_into_memory(tmp_path)
 @pytest.mark.parametrize("trials", [0, 10**10])
 def test_so_many_trials_are_refused(tmp_path, trials):
     with pytest.raises(ValueError, match=f"trials = {trials}: use 1 to 10,000"):
-        search_randomly(search(tmp_path), run, trials)
+        search_randomly(make_search(tmp_path), run_jobs, trials)
 
 
 @pytest.mark.parametrize(
@@ -178,20 +178,20 @@ def test_so_many_trials_are_refused(tmp_path, trials):
 )
 def test_a_result_that_lacks_what_the_choice_is_made_by_is_named(tmp_path, finished_grid, own, lacking):
     shutil.copytree(finished_grid[0], tmp_path, dirs_exist_ok=True)
-    wanted = search(tmp_path)
-    path = wanted.jobs(wanted.point(1))[0].folder / "result.json"
+    search = make_search(tmp_path)
+    path = search.jobs(search.point(1))[0].folder / "result.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"validation": own}))
     with pytest.raises(ValueError, match=rf"result\.json: there is no validation\.{lacking}"):
-        search_grid(wanted, run)
+        search_grid(search, run_jobs)
 
 
 def test_optuna_proposes_points_and_a_restart_repeats_them(tmp_path):
     pytest.importorskip("optuna")
-    points = [t.point for t in search_with_optuna(search(tmp_path), run, 4)]
+    points = [t.point for t in search_with_optuna(make_search(tmp_path), run_jobs, 4)]
     assert len(points) == 4
     assert all(set(p) == {"tau", "lr"} for p in points)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
-    assert [t.point for t in search_with_optuna(search(tmp_path), run, 4)] == points
+    assert [t.point for t in search_with_optuna(make_search(tmp_path), run_jobs, 4)] == points
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")} == before
 
 
@@ -227,7 +227,7 @@ def test_numbers_of_clients_can_be_searched():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["tau=0.9:0:0.1"], "first:last:step"),
         (["tau=0:1:0"], "first:last:step"),
@@ -240,8 +240,8 @@ def test_numbers_of_clients_can_be_searched():
         (["tau"], "should be key=value"),
     ],
 )
-def test_words_that_make_no_sense_are_refused(words, said):
-    with pytest.raises(ValueError, match=said):
+def test_words_that_make_no_sense_are_refused(words, message):
+    with pytest.raises(ValueError, match=message):
         parse_space(words)
 
 
@@ -249,7 +249,7 @@ def test_nothing_to_search_or_to_judge_by_is_refused(tmp_path):
     with pytest.raises(ValueError, match="nothing to search"):
         Search({}, QUICK, [0], tmp_path)
     with pytest.raises(ValueError, match="metric = bogus"):
-        search(tmp_path, metric="bogus")
+        make_search(tmp_path, metric="bogus")
     for share in (0, 1, "abc"):
         with pytest.raises(ValueError, match=f"validation = {share}: a sweep needs a share"):
             Search({"tau": [0, 1]}, QUICK | {"validation": share}, [0], tmp_path)

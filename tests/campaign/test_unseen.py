@@ -24,14 +24,14 @@ DOMAINS = list(tiny_data.TEST)
 
 
 def load_plain() -> Domains:
-    """One domain alone."""
+    """Load the first domain only."""
     data = tiny_data.load()
     return replace(data, domains=data.domains[:1], clients_per_domain=(2,), samples_per_client=(24,))
 
 
 @pytest.fixture(scope="module")
-def unseen(tmp_path_factory: pytest.TempPathFactory) -> tuple[fedheal.Report, Path]:
-    """FedAvg and a method given as an object without each domain, and FedAvg as it is, in one folder."""
+def unseen_comparison(tmp_path_factory: pytest.TempPathFactory) -> tuple[fedheal.Report, Path]:
+    """Leave-one-domain-out runs of two methods and a custom one, and an ordinary run of FedAvg, in one folder."""
     folder = tmp_path_factory.mktemp("unseen")
     own = Method(local=(), aggregator=aggregate.uniform(), name="mine")
     fields = FIELDS | {"data": tiny_data.load, "seeds": [0], "out": folder}
@@ -40,8 +40,10 @@ def unseen(tmp_path_factory: pytest.TempPathFactory) -> tuple[fedheal.Report, Pa
     return report, folder
 
 
-def test_each_domain_has_the_accuracy_of_the_run_that_left_it_out(unseen: tuple[fedheal.Report, Path]) -> None:
-    rows = {row.method: row for row in unseen[0].rows}
+def test_each_domain_has_the_accuracy_of_the_run_that_left_it_out(
+    unseen_comparison: tuple[fedheal.Report, Path],
+) -> None:
+    rows = {row.method: row for row in unseen_comparison[0].rows}
     assert list(rows) == ["fedavg+fedadam", "fedavg", "mine"]
     for domain in DOMAINS:
         keys: dict[str, Any] = {"method": "fedavg", "rounds": 1, "without": [domain]}
@@ -52,13 +54,13 @@ def test_each_domain_has_the_accuracy_of_the_run_that_left_it_out(unseen: tuple[
     assert all(len(row.summaries) == 3 for row in rows.values())
 
 
-def test_it_has_a_table_of_its_own(unseen: tuple[fedheal.Report, Path]) -> None:
-    rows = find_rows([unseen[1]])
+def test_it_has_a_table_of_its_own(unseen_comparison: tuple[fedheal.Report, Path]) -> None:
+    rows = find_rows([unseen_comparison[1]])
     seen, left_out = sorted(build_tables(rows), key=lambda table: table.is_unseen)
     assert (list(seen.cells), list(left_out.cells)) == (["fedavg"], ["fedavg", "fedavg+fedadam", "mine"])
     assert left_out.data == f"{seen.data}, unseen domains"
     assert left_out.about.startswith("accuracy of a model that was trained without the domain in percent")
-    text = str(fedheal.make_report(unseen[1]))
+    text = str(fedheal.make_report(unseen_comparison[1]))
     assert text.count("unseen domains: accuracy") == 1
     assert {record["evaluate"] for record in flatten_rows(rows)} == {"all", "unseen"}
     assert "unseen domains</h2>" in render_page(rows)
@@ -66,14 +68,14 @@ def test_it_has_a_table_of_its_own(unseen: tuple[fedheal.Report, Path]) -> None:
     assert list_cautions(group) == []  # neither the domain left out nor FedAdam's own settings are a difference
 
 
-def test_the_rounds_of_one_part_are_not_shown_as_curves(unseen: tuple[fedheal.Report, Path]) -> None:
-    rows = find_rows([unseen[1]])
+def test_the_rounds_of_one_part_are_not_shown_as_curves(unseen_comparison: tuple[fedheal.Report, Path]) -> None:
+    rows = find_rows([unseen_comparison[1]])
     assert [series.method for series in build_series(rows)] == ["fedavg"]  # that with all domains
     assert build_series([row for row in rows if row.evaluation == "unseen"]) == []
 
 
-def test_incomplete_parts_are_rows_of_their_own(unseen: tuple[fedheal.Report, Path]) -> None:
-    parts = [s for s in find_results([unseen[1]]) if s["evaluate"] == "unseen" and s["method"] == "fedavg"]
+def test_incomplete_parts_are_rows_of_their_own(unseen_comparison: tuple[fedheal.Report, Path]) -> None:
+    parts = [s for s in find_results([unseen_comparison[1]]) if s["evaluate"] == "unseen" and s["method"] == "fedavg"]
     assert {row.method for row in build_rows(parts[:2])} == {f"fedavg without={s['without'][0]}" for s in parts[:2]}
     assert [row.evaluation for row in build_rows(parts)] == ["unseen"]
     doubled = build_rows([*parts, parts[0]])

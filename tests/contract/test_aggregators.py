@@ -13,6 +13,7 @@ from fedheal import Layout, Packed, Updates
 from fedheal.aggregate import Aggregator, Stage, afl, chain, fedavg, fedfv, fedheal, fedpw, qffl, uniform
 from fedheal.aggregate.registry import STAGES
 from fedheal.core.state import State
+from tiny_runs import is_same
 
 AGGREGATORS = {
     "fedavg": fedavg,
@@ -58,60 +59,63 @@ LAYOUT = Layout.of(MODULE)
 SIZES = LAYOUT.sizes()
 
 
-def global_model(dtype=torch.float32):
+def make_model(dtype=torch.float32):
     packed = LAYOUT.pack(MODULE.state_dict())
     return Packed(packed.params.to(dtype), packed.buffers.to(dtype), packed.counters)
 
 
-def cohort(clients, seed, dtype=torch.float32):
+def make_cohort(clients, seed, dtype=torch.float32):
     rng = np.random.default_rng(seed)
     k = len(clients)
 
-    def floats(width):
+    def draw_floats(width):
         return torch.from_numpy(rng.normal(size=(k, width))).to(dtype)
 
     counters = torch.from_numpy(rng.integers(seed, seed + 9, (k, SIZES.counters)))
-    columns = floats(SIZES.params), rng.integers(1, 99, k), floats(SIZES.buffers).abs(), counters
-    return Updates(clients, *columns, metrics(k, rng), domains=client_domains(clients))
+    columns = draw_floats(SIZES.params), rng.integers(1, 99, k), draw_floats(SIZES.buffers).abs(), counters
+    return Updates(clients, *columns, make_metrics(k, rng), domains=assign_domains(clients))
 
 
-def client_domains(clients):
-    """Two domains, whoever comes."""
+def assign_domains(clients):
+    """Return each client's domain, one of two."""
     return ["vowels" if client in "ae" else "consonants" for client in clients]
 
 
-def metrics(k, rng):
+def make_metrics(k, rng):
     return {name: rng.uniform(0.1, 2, k) for name in ("loss", "train_loss", "steps", "lr", "reach")}
 
 
-def without(sent, *names):
-    """The same cohort with these fields left out."""
+def drop_fields(updates, *names):
+    """Return the same cohort without these fields."""
     fields = ("clients", "deltas", "num_examples", "buffers", "counters", "metrics", "domains")
-    return Updates(**{name: getattr(sent, name) for name in fields if name not in names})
+    return Updates(**{name: getattr(updates, name) for name in fields if name not in names})
 
 
-def play(aggregator, cohorts, model=None, state=None, **apply):
-    model, state = model or global_model(), state or aggregator.init(LAYOUT)
-    for sent in cohorts:
-        out = aggregator.apply(model, sent, state, **apply)
+def apply_rounds(aggregator, cohorts, model=None, state=None, **apply):
+    model, state = model or make_model(), state or aggregator.init(LAYOUT)
+    for updates in cohorts:
+        out = aggregator.apply(model, updates, state, **apply)
         model, state = out.model, out.state
     return out
 
 
-def same(a: Packed, b: Packed) -> bool:
-    return all(torch.equal(getattr(a, f), getattr(b, f)) for f in ("params", "buffers", "counters"))
-
-
-ROUNDS = [cohort("abcd", 0), cohort("bd", 1), cohort("ace", 2), cohort("abcde", 3), cohort("f", 4), cohort("fab", 5)]
+ROUNDS = [
+    make_cohort("abcd", 0),
+    make_cohort("bd", 1),
+    make_cohort("ace", 2),
+    make_cohort("abcde", 3),
+    make_cohort("f", 4),
+    make_cohort("fab", 5),
+]
 
 
 @every
 def test_partial_participation_late_joiners_and_lone_clients(name):
-    out = play(AGGREGATORS[name](), ROUNDS)
+    out = apply_rounds(AGGREGATORS[name](), ROUNDS)
     assert torch.isfinite(out.model.params).all()
     assert out.weights.shape == (3,)
     assert out.weights.sum().item() == pytest.approx(1, abs=1e-12)
-    assert not torch.equal(out.model.params, global_model().params)
+    assert not torch.equal(out.model.params, make_model().params)
 
 
 @every
@@ -125,58 +129,61 @@ def test_order_of_clients_is_irrelevant(name):
         )
         for u in ROUNDS
     ]
-    ours, theirs = play(AGGREGATORS[name](), ROUNDS), play(AGGREGATORS[name](), turned)
-    assert same(ours.model, theirs.model)
+    ours, theirs = apply_rounds(AGGREGATORS[name](), ROUNDS), apply_rounds(AGGREGATORS[name](), turned)
+    assert is_same(ours.model, theirs.model)
     assert torch.equal(ours.weights, theirs.weights.flip(0))
 
 
 @every
 def test_state_survives_safetensors_and_json(name):
     aggregator = AGGREGATORS[name]()
-    halfway = play(aggregator, ROUNDS[:3])
+    halfway = apply_rounds(aggregator, ROUNDS[:3])
     arrays, described = halfway.state.to_arrays()
     stored = save({key: value.contiguous() for key, value in arrays.items()}), json.dumps(described)
     state = State.from_arrays(load(stored[0]), json.loads(stored[1]))
     assert type(state) is type(halfway.state)
-    resumed = play(aggregator, ROUNDS[3:], halfway.model, state)
-    whole = play(aggregator, ROUNDS)
-    assert same(resumed.model, whole.model)
+    resumed = apply_rounds(aggregator, ROUNDS[3:], halfway.model, state)
+    whole = apply_rounds(aggregator, ROUNDS)
+    assert is_same(resumed.model, whole.model)
     assert torch.equal(resumed.weights, whole.weights)
 
 
 @every
 def test_nothing_that_was_given_is_changed(name):
     aggregator = AGGREGATORS[name]()
-    state = play(aggregator, ROUNDS[:2]).state
-    model, sent = global_model(), cohort("abz", 9)
-    held = [t.clone() for t in (model.params, model.buffers, model.counters, sent.deltas, sent.buffers, sent.counters)]
+    state = apply_rounds(aggregator, ROUNDS[:2]).state
+    model, updates = make_model(), make_cohort("abz", 9)
+    copies = [
+        t.clone()
+        for t in (model.params, model.buffers, model.counters, updates.deltas, updates.buffers, updates.counters)
+    ]
     arrays = {key: value.clone() for key, value in state.to_arrays()[0].items()}
-    aggregator.apply(model, sent, state)
-    now = [model.params, model.buffers, model.counters, sent.deltas, sent.buffers, sent.counters]
-    assert all(torch.equal(a, b) for a, b in zip(held, now, strict=True))
+    aggregator.apply(model, updates, state)
+    now = [model.params, model.buffers, model.counters, updates.deltas, updates.buffers, updates.counters]
+    assert all(torch.equal(a, b) for a, b in zip(copies, now, strict=True))
     assert all(torch.equal(value, arrays[key]) for key, value in state.to_arrays()[0].items())
 
 
 @every
 def test_the_result_shares_no_memory_with_the_input(name):
-    model = global_model()
+    model = make_model()
     out = AGGREGATORS[name]().apply(
         model, Updates([], torch.zeros(0, SIZES.params), []), AGGREGATORS[name]().init(LAYOUT)
     )
-    assert same(out.model, model)
+    assert is_same(out.model, model)
     out.model.params.add_(1)
-    assert same(model, global_model())
+    assert is_same(model, make_model())
 
 
 @every
 def test_donated_rounds_give_the_same_bits(name):
     aggregator = AGGREGATORS[name]()
-    assert same(play(aggregator, ROUNDS).model, play(aggregator, ROUNDS, donate=True).model)
+    assert is_same(apply_rounds(aggregator, ROUNDS).model, apply_rounds(aggregator, ROUNDS, donate=True).model)
 
 
 @every
 def test_kernels_give_the_same_model(name):
-    ours, theirs = (play(AGGREGATORS[name](kernel=kernel), ROUNDS) for kernel in ("reference", "cpu"))
+    ours, theirs = (apply_rounds(AGGREGATORS[name](kernel=kernel), ROUNDS) for kernel in ("reference", "cpu"))
     torch.testing.assert_close(ours.model.params, theirs.model.params, rtol=0, atol=1e-5)
     torch.testing.assert_close(ours.weights, theirs.weights, rtol=1e-9, atol=1e-9)
 
@@ -188,38 +195,38 @@ def test_dtype_and_type_of_the_model_are_kept(name):
 
 
 def check_dtype_and_type(aggregator, dtype):
-    sent = cohort("ab", 0, dtype)
-    out = aggregator.apply(global_model(dtype), sent, aggregator.init(LAYOUT))
+    updates = make_cohort("ab", 0, dtype)
+    out = aggregator.apply(make_model(dtype), updates, aggregator.init(LAYOUT))
     assert (out.model.params.dtype, out.model.buffers.dtype, out.model.counters.dtype) == (dtype, dtype, torch.int64)
-    bare = without(sent, "buffers", "counters")
+    bare = drop_fields(updates, "buffers", "counters")
     with pytest.warns(UserWarning, match="buffer values"):
-        flat = aggregator.apply(global_model(dtype).params, bare, aggregator.init(LAYOUT))
+        flat = aggregator.apply(make_model(dtype).params, bare, aggregator.init(LAYOUT))
     assert isinstance(flat.model, torch.Tensor)
     assert torch.equal(flat.model, out.model.params)
     if dtype != torch.bfloat16:
-        array = aggregator.apply(global_model(dtype).params.numpy(), bare, aggregator.init(LAYOUT))
+        array = aggregator.apply(make_model(dtype).params.numpy(), bare, aggregator.init(LAYOUT))
         assert isinstance(array.model, np.ndarray)
         assert np.array_equal(array.model, out.model.params.numpy())
 
 
 @every
 def test_the_report_is_json(name):
-    out = play(AGGREGATORS[name](), ROUNDS)
+    out = apply_rounds(AGGREGATORS[name](), ROUNDS)
     assert json.loads(json.dumps(out.report)) == out.report
     assert out.report["skipped"] == {}
 
 
 @pytest.mark.parametrize("name", sorted(AGGREGATORS.keys() - NO_MEAN))
 def test_equal_updates_move_the_model_by_that_update(name):
-    """Whatever the weights: a mean of equal things is that thing. The signs are the same every round, so all is kept."""
+    """A mean of equal updates is that update, whatever the weights; signs never change, so masks keep everything."""
     aggregator = AGGREGATORS[name]()
     step = torch.linspace(-1, 1, SIZES.params, dtype=torch.float64)
-    model, state = global_model(torch.float64), aggregator.init(LAYOUT)
+    model, state = make_model(torch.float64), aggregator.init(LAYOUT)
     rng = np.random.default_rng(7)
     for _ in range(5):
         columns = step.expand(3, -1), [1, 5, 50], model.buffers.expand(3, -1)
-        sent = Updates("abc", *columns, metrics=metrics(3, rng), domains=client_domains("abc"))
-        out = aggregator.apply(model, sent, state)
+        updates = Updates("abc", *columns, metrics=make_metrics(3, rng), domains=assign_domains("abc"))
+        out = aggregator.apply(model, updates, state)
         torch.testing.assert_close(out.model.params, model.params + step, rtol=0, atol=1e-12)
         model, state = out.model, out.state
 
@@ -228,15 +235,15 @@ def test_equal_updates_move_the_model_by_that_update(name):
 def test_every_named_stage_composes_with_a_mask(name):
     stage = STAGES[name]()
     aggregator = Aggregator(chain(stage) if "mask" in stage.gives else chain(stage, STAGES["fphl"]()))
-    out = play(aggregator, ROUNDS)
+    out = apply_rounds(aggregator, ROUNDS)
     assert set(out.report) >= {"skipped", "kept", "unkept"}
 
 
 def test_masks_come_before_weights_whatever_the_order():
     fael, fphl = STAGES["fael"](), STAGES["fphl"]()
-    ours, theirs = (play(Aggregator(chain(*order)), ROUNDS) for order in ((fael, fphl), (fphl, fael)))
-    assert same(ours.model, theirs.model)
-    assert same(ours.model, play(fedheal(), ROUNDS).model)
+    ours, theirs = (apply_rounds(Aggregator(chain(*order)), ROUNDS) for order in ((fael, fphl), (fphl, fael)))
+    assert is_same(ours.model, theirs.model)
+    assert is_same(ours.model, apply_rounds(fedheal(), ROUNDS).model)
 
 
 def test_two_stages_that_give_weights_are_refused():
@@ -251,6 +258,6 @@ def test_a_chain_is_a_stage_and_chains_of_chains_are_flat():
     nested = chain(chain(chain(), weights), chain(chain(mask)))
     assert isinstance(nested, Stage)
     assert nested.parts == (mask, weights)
-    out = play(Aggregator(nested), ROUNDS)
+    out = apply_rounds(Aggregator(nested), ROUNDS)
     assert [state.kind for state in out.state.stage.states] == ["consistency", "momentum"]
-    assert same(out.model, play(fedheal(), ROUNDS).model)
+    assert is_same(out.model, apply_rounds(fedheal(), ROUNDS).model)

@@ -27,7 +27,7 @@ from fedheal.simulate.federation import Federation
 from fedheal.simulate.round import initial_state, run_round, sample_cohort
 from tiny_data import load, quick
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 VARIANTS = [
     "fedprox:preset=group",
@@ -63,70 +63,61 @@ quickly = pytest.mark.parametrize("name", QUICK)
 Edit = Callable[[Iterator[ClientResult]], Iterator[ClientResult]]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The model is so small that a second thread only waits for the first."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 DATA = load()
 # Two clients of a domain and one of each other, of which one takes two steps a round.
-SMALL = {"model": "tiny_data:featured", "rounds": 6, "lr": 0.02, "validation": 0.25, "batch_size": 16}
+SMALL = {"model": "tiny_data:feature_model", "rounds": 6, "lr": 0.02, "validation": 0.25, "batch_size": 16}
 SMALL |= {"clients_per_domain": {"plain": 2, "noisy": 1, "dark": 1}}
 
 
-def federation(name: str, **keys: Any) -> Federation:
+def make_federation(name: str, **keys: Any) -> Federation:
     return build_federation(quick(**SMALL | {"method": name} | keys), DATA, CPU)
 
 
 @functools.cache
-def _settle(name: str) -> tuple[Federation, RunState]:
-    fed = federation(name, participation=0.75)
-    return fed, after(fed, 2)
+def _run_two_rounds(name: str) -> tuple[Federation, RunState]:
+    fed = make_federation(name, participation=0.75)
+    return fed, run_rounds(fed, 2)
 
 
-def settled(name: str) -> tuple[Federation, RunState]:
-    """A federation whose clients have not all been seen, and its state after two rounds, for tests to use up."""
-    fed, state = _settle(name)
+def run_two_rounds(name: str) -> tuple[Federation, RunState]:
+    """Return a federation of which some clients have not trained yet, and a copy of its state after two rounds."""
+    fed, state = _run_two_rounds(name)
     return fed, copy.deepcopy(state)
 
 
-def step(fed: Federation, state: RunState, order: int = 1, edit: Edit = iter) -> RunState:
+def run_one_round(fed: Federation, state: RunState, order: int = 1, edit: Edit = iter) -> RunState:
     def train(model, shared, tasks):
         return edit(SerialEngine(fed.local_training).train(model, shared, tasks[::order]))
 
     return run_round(fed, state, SimpleNamespace(train=train), evaluate=False)[0]
 
 
-def after(fed: Federation, rounds: int, order: int = 1) -> RunState:
+def run_rounds(fed: Federation, rounds: int, order: int = 1) -> RunState:
     state = initial_state(fed)
     for _ in range(rounds):
-        state = step(fed, state, order)
+        state = run_one_round(fed, state, order)
     return state
 
 
-def flat(state: RunState) -> dict[str, Tensor]:
-    """All that a state holds, clients by name."""
-    found = {f"model.{f}": getattr(state.model, f) for f in ("params", "buffers", "counters")}
-    found |= {f"aggregator.{name}": value for name, value in state.aggregator.to_arrays()[0].items()}
+def flatten_state(state: RunState) -> dict[str, Tensor]:
+    """Return all tensors of a state by name."""
+    tensors = {f"model.{f}": getattr(state.model, f) for f in ("params", "buffers", "counters")}
+    tensors |= {f"aggregator.{name}": value for name, value in state.aggregator.to_arrays()[0].items()}
     for i, term in enumerate(state.terms):
-        found |= {f"{i}.shared.{name}": value for name, value in term.shared.items()}
-        found |= {f"{i}.{c}.{name}": value for c, slot in term.slots.items() for name, value in slot.items()}
-    return found
+        tensors |= {f"{i}.shared.{name}": value for name, value in term.shared.items()}
+        tensors |= {f"{i}.{c}.{name}": value for c, slot in term.slots.items() for name, value in slot.items()}
+    return tensors
 
 
-def copied(values: dict[str, Tensor]) -> dict[str, Tensor]:
+def copy_tensors(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in values.items()}
 
 
-def assert_same(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
-    assert one.keys() == two.keys()
-    for name, value in one.items():
-        assert value.dtype == two[name].dtype, name
-        assert torch.equal(value, two[name]), name
+def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert value.dtype == second[name].dtype, name
+        assert torch.equal(value, second[name]), name
 
 
 # State
@@ -134,54 +125,54 @@ def assert_same(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
 
 @every
 def test_a_state_survives_saving_and_the_next_round_is_the_same_bit_for_bit(name: str) -> None:
-    """Tensors as safetensors, the rest as JSON, and back."""
-    fed, state = settled(name)
+    """The state goes through safetensors and JSON."""
+    fed, state = run_two_rounds(name)
     arrays, described = state.to_arrays()
     data = save({key: value.contiguous() for key, value in arrays.items()})
     text = json.dumps(described)
-    kept = copied(flat(state))
+    copies = copy_tensors(flatten_state(state))
     restored = RunState.from_arrays(load_bytes(data), json.loads(text), CPU)
-    assert_same(flat(restored), kept)
+    assert_same(flatten_state(restored), copies)
     assert (restored.round, restored.seed, restored.sent, restored.received) == (2, 0, state.sent, state.received)
     assert restored == state
-    assert_same(flat(step(fed, restored)), flat(step(fed, state)))
+    assert_same(flatten_state(run_one_round(fed, restored)), flatten_state(run_one_round(fed, state)))
 
 
 @every
 def test_nothing_that_a_client_is_given_is_changed(name: str) -> None:
-    """The global model, the shared values and every slot, whoever trains; nor does training again give anything else."""
-    fed, state = settled(name)
+    """Training changes neither the global model nor shared values nor slots, and can be repeated."""
+    fed, state = run_two_rounds(name)
     shared = tuple(term.shared for term in state.terms)
-    kept = copied(flat(state))
+    copies = copy_tensors(flatten_state(state))
     replies = []
     for client in fed.clients:
         task = serial.Task(client, 3, tuple(term.slots.get(client, {}) for term in state.terms))
-        one, two = (serial.train_client(fed.local_training, state.model, shared, task) for _ in range(2))
-        assert torch.equal(one.reply.delta, two.reply.delta)
-        assert one.reply.metrics == two.reply.metrics
-        for left, right in ((one.slots, two.slots), (one.messages, two.messages)):
+        first, second = (serial.train_client(fed.local_training, state.model, shared, task) for _ in range(2))
+        assert torch.equal(first.reply.delta, second.reply.delta)
+        assert first.reply.metrics == second.reply.metrics
+        for left, right in ((first.slots, second.slots), (first.messages, second.messages)):
             for mine, other in zip(left, right, strict=True):
                 assert_same(dict(mine), dict(other))
-        replies.append(one)
-    assert_same(flat(state), kept)
+        replies.append(first)
+    assert_same(flatten_state(state), copies)
     assert len({reply.reply.delta.numpy().tobytes() for reply in replies}) == len(fed.clients)
 
 
 @every
 def test_nothing_that_the_server_is_given_is_changed(name: str) -> None:
-    """But for the aggregator's state, whose buffers may be reused."""
-    fed, state = settled(name)
-    before = {key: value for key, value in flat(state).items() if not key.startswith("aggregator.")}
-    kept = copied(before)
-    step(fed, state)
-    assert_same(before, kept)
+    """Only the buffers of the aggregator's state may be reused."""
+    fed, state = run_two_rounds(name)
+    before = {key: value for key, value in flatten_state(state).items() if not key.startswith("aggregator.")}
+    copies = copy_tensors(before)
+    run_one_round(fed, state)
+    assert_same(before, copies)
 
 
 @every
 def test_the_order_of_tasks_changes_nothing(name: str) -> None:
-    """Not a bit: sums over clients go by their ids, not by who came first."""
-    backward = after(federation(name, participation=0.75), 2, order=-1)
-    assert_same(flat(settled(name)[1]), flat(backward))
+    """Sums over clients are in the order of their ids."""
+    backward = run_rounds(make_federation(name, participation=0.75), 2, order=-1)
+    assert_same(flatten_state(run_two_rounds(name)[1]), flatten_state(backward))
 
 
 # Who takes part
@@ -190,17 +181,17 @@ def test_the_order_of_tasks_changes_nothing(name: str) -> None:
 @every
 def test_absent_clients_and_late_joiners(name: str) -> None:
     """A client has slots once it has taken part, and they change in no round without it."""
-    fed = federation(name, participation=0.4)
+    fed = make_federation(name, participation=0.4)
     state, seen, late = initial_state(fed), set(), set()
     for number in range(4):
-        before, cohort = copied(flat(state)), []
+        before, cohort = copy_tensors(flatten_state(state)), []
 
-        def noted(trained, cohort=cohort):
-            for one in trained:
-                cohort.append(one.reply.client)
-                yield one
+        def record_clients(trained, cohort=cohort):
+            for result in trained:
+                cohort.append(result.reply.client)
+                yield result
 
-        state = step(fed, state, edit=noted)
+        state = run_one_round(fed, state, edit=record_clients)
         late |= set(cohort) - seen if number else set()
         seen |= set(cohort)
         assert len(cohort) < len(fed.clients)
@@ -210,44 +201,44 @@ def test_absent_clients_and_late_joiners(name: str) -> None:
             for client in set(term.slots) - set(cohort):
                 for key, value in term.slots[client].items():
                     assert torch.equal(value, before[f"{i}.{client}.{key}"]), (client, key)
-        assert all(value.isfinite().all() for value in flat(state).values())
+        assert all(value.isfinite().all() for value in flatten_state(state).values())
     assert late
 
 
 @quickly
 def test_a_skipped_client_keeps_its_slots_and_one_skipped_at_first_has_none(name: str) -> None:
     """plain-0 sends NaN in the second round, dark-0 in every round."""
-    fed = federation(name, on_bad_update="skip")
+    fed = make_federation(name, on_bad_update="skip")
 
-    def spoilt(trained):
-        for one in trained:
-            bad = one.reply.client == "dark-0" or (one.reply.client == "plain-0" and state.round == 1)
-            reply = one.reply._replace(delta=torch.full_like(one.reply.delta, math.nan)) if bad else one.reply
-            yield replace(one, reply=reply)
+    def spoil_updates(trained):
+        for result in trained:
+            bad = result.reply.client == "dark-0" or (result.reply.client == "plain-0" and state.round == 1)
+            reply = result.reply._replace(delta=torch.full_like(result.reply.delta, math.nan)) if bad else result.reply
+            yield replace(result, reply=reply)
 
     state = initial_state(fed)
-    state = step(fed, state, edit=spoilt)
-    kept = copied(flat(state))
-    state = step(fed, state, edit=spoilt)
+    state = run_one_round(fed, state, edit=spoil_updates)
+    copies = copy_tensors(flatten_state(state))
+    state = run_one_round(fed, state, edit=spoil_updates)
     for i, term in enumerate(state.terms):
         assert "dark-0" not in term.slots
         for key, value in term.slots.get("plain-0", {}).items():
-            assert torch.equal(value, kept[f"{i}.plain-0.{key}"])
+            assert torch.equal(value, copies[f"{i}.plain-0.{key}"])
     assert all(value.isfinite().all() for value in (state.model.params, state.model.buffers))
 
 
 @quickly
 def test_a_round_without_any_reply_leaves_everything(name: str) -> None:
-    fed, state = settled(name)
-    kept = copied(flat(state))
-    state = step(fed, state, edit=lambda trained: iter(()))
-    assert_same(flat(state), kept)
+    fed, state = run_two_rounds(name)
+    copies = copy_tensors(flatten_state(state))
+    state = run_one_round(fed, state, edit=lambda trained: iter(()))
+    assert_same(flatten_state(state), copies)
 
 
 @quickly
 def test_one_client_alone(name: str) -> None:
-    state = after(federation(name, only=["dark-0"]), 2)
-    assert all(value.isfinite().all() for value in flat(state).values() if value.is_floating_point())
+    state = run_rounds(make_federation(name, only=["dark-0"]), 2)
+    assert all(value.isfinite().all() for value in flatten_state(state).values() if value.is_floating_point())
 
 
 # Kinds of modules
@@ -255,39 +246,39 @@ def test_one_client_alone(name: str) -> None:
 
 @quickly
 def test_a_frozen_parameter_does_not_move(name: str) -> None:
-    fed = federation(name)
+    fed = make_federation(name)
     fed.local_training.module.body[0].weight.requires_grad_(False)
-    start, state = initial_state(fed), after(fed, 2)
+    start, state = initial_state(fed), run_rounds(fed, 2)
     frozen = fed.local_training.module.body[0].weight.numel()
     assert torch.equal(state.model.params[:frozen], start.model.params[:frozen])
     assert not torch.equal(state.model.params, start.model.params)
 
 
-@pytest.mark.parametrize("model", ["tied", "dropping", "linear"])
+@pytest.mark.parametrize("model", ["tied_weights", "dropout", "linear"])
 @pytest.mark.parametrize(
     "name", [n for n in QUICK if not any(term.features for term in methods.get(n).local) and "+" not in n]
 )
 def test_tied_weights_layers_that_draw_and_models_without_buffers(name: str, model: str) -> None:
-    """The same twice, whatever the global stream is at."""
+    """Two runs are equal, whatever the state of torch's global random generator."""
     ends = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        fed = federation(name, model=f"tiny_data:{model}", only=["plain-0", "dark-0"])
-        ends.append(copied(flat(after(fed, 2))))
+        fed = make_federation(name, model=f"tiny_data:{model}", only=["plain-0", "dark-0"])
+        ends.append(copy_tensors(flatten_state(run_rounds(fed, 2))))
     assert_same(*ends)
 
 
 @pytest.mark.parametrize("name", [n for n in QUICK if any(term.features for term in methods.get(n).local)])
 def test_methods_that_look_at_features_say_so_to_a_model_without(name: str) -> None:
     with pytest.raises(ValueError, match="needs a model with `features` and `head`"):
-        federation(name, model="tiny_data:linear")
+        make_federation(name, model="tiny_data:linear")
 
 
 @pytest.mark.parametrize("name", ["fedga", "fedce", "fedce:mode=plus"])
 @pytest.mark.parametrize("keys", [{"validation": 0.0}, {"pool": True}], ids=["none", "pooled"])
 def test_methods_that_need_validation_data_say_so(name: str, keys: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"held out of each client's training data: give validation=0\.2"):
-        federation(name, **keys)
+        make_federation(name, **keys)
 
 
 # Bytes
@@ -329,24 +320,24 @@ ALONG = {
 
 @pytest.mark.parametrize("name", ALONG)
 def test_bytes_are_those_of_the_model_and_what_goes_along(name: str) -> None:
-    fed = federation(name)
+    fed = make_federation(name)
     up, first, second = ALONG[name]
-    one = step(fed, initial_state(fed))
-    two = step(fed, one)
+    after_first = run_one_round(fed, initial_state(fed))
+    after_second = run_one_round(fed, after_first)
     clients = len(fed.clients)
-    assert one.received == clients * (SIZE + up)
-    assert two.received - one.received == clients * (SIZE + up)
-    assert one.sent == clients * (SIZE + first)
-    assert two.sent - one.sent == clients * (SIZE + second)
+    assert after_first.received == clients * (SIZE + up)
+    assert after_second.received - after_first.received == clients * (SIZE + up)
+    assert after_first.sent == clients * (SIZE + first)
+    assert after_second.sent - after_first.sent == clients * (SIZE + second)
 
 
 def test_fedbn_under_partial_participation_gives_each_client_its_first_layers() -> None:
     """Whoever has not taken part yet is sent the whole model."""
-    fed = federation("fedbn", participation=0.5)
+    fed = make_federation("fedbn", participation=0.5)
     state, known, norm = initial_state(fed), set(), 4 * 16 + 8
     for number in range(1, 5):
         cohort = sample_cohort(fed, state.seed, number)
-        now = step(fed, copy.copy(state))
+        now = run_one_round(fed, copy.copy(state))
         assert now.sent - state.sent == sum(SIZE - norm * (client in known) for client in cohort)
         assert now.received - state.received == len(cohort) * (SIZE - norm)
         known |= set(cohort)
@@ -355,22 +346,22 @@ def test_fedbn_under_partial_participation_gives_each_client_its_first_layers() 
 
 
 def test_scaffold_sends_every_parameter_twice() -> None:
-    fed, plain = federation("scaffold"), federation("fedavg")
-    one, two = after(fed, 3), after(plain, 3)
+    fed, plain = make_federation("scaffold"), make_federation("fedavg")
+    first, second = run_rounds(fed, 3), run_rounds(plain, 3)
     rest = 3 * len(fed.clients) * (4 * BUFFERS + 8)  # buffers and counters go once
     for way in ("sent", "received"):
-        assert getattr(one, way) - rest == 2 * (getattr(two, way) - rest)
+        assert getattr(first, way) - rest == 2 * (getattr(second, way) - rest)
 
 
 def test_fpl_sends_cluster_prototypes_along() -> None:
-    fed = federation("fpl")
-    one = after(fed, 1)
-    clusters = len(one.terms[0].shared["owner"])
+    fed = make_federation("fpl")
+    first = run_rounds(fed, 1)
+    clusters = len(first.terms[0].shared["owner"])
     assert CLASSES <= clusters <= CLASSES * len(fed.clients)
-    two = step(fed, copy.copy(one))
+    second = run_one_round(fed, copy.copy(first))
     down = SIZE + PROTOTYPES + 8 * CLASSES + clusters * (4 * FEATURES + 8)
-    assert two.sent - one.sent == len(fed.clients) * down
-    assert one.received == len(fed.clients) * (SIZE + PROTOTYPES + 4 * CLASSES)
+    assert second.sent - first.sent == len(fed.clients) * down
+    assert first.received == len(fed.clients) * (SIZE + PROTOTYPES + 4 * CLASSES)
 
 
 # Parameters

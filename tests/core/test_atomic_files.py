@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from disk_hooks import Operation, watch
+from disk_hooks import Operation, raise_disk_full, watch
 from fedheal.core import atomic_files
 from fedheal.core.atomic_files import sync_path, write_bytes, write_if_changed, write_text
 
@@ -35,10 +35,7 @@ def test_a_folder_is_synced_after_a_file_appears_in_it(tmp_path: Path) -> None:
 
 
 def test_an_error_names_the_file_and_not_the_temporary_one(tmp_path: Path) -> None:
-    def fill(operation: Operation) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with watch(tmp_path, fill), pytest.raises(OSError, match="No space left on device") as error:
+    with watch(tmp_path, raise_disk_full), pytest.raises(OSError, match="No space left on device") as error:
         write_text(tmp_path / "a.txt", "text")
     assert (error.value.errno, error.value.filename) == (errno.ENOSPC, str(tmp_path / "a.txt"))
 
@@ -47,10 +44,10 @@ def test_an_error_names_the_file_and_not_the_temporary_one(tmp_path: Path) -> No
 def test_a_file_system_that_cannot_sync_folders_is_used_but_a_broken_one_is_an_error(
     tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(descriptor: int) -> None:
+    def raise_error(descriptor: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", raise_error)
     if number == errno.EINVAL:
         return sync_path(tmp_path)
     with pytest.raises(OSError, match="Input/output error"):

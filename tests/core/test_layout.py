@@ -13,7 +13,7 @@ from torch import nn
 
 from fedheal import Layout, Packed
 from fedheal.core.layout import Sizes
-from tiny_data import normed
+from tiny_data import conv_batchnorm
 
 
 class Bag(nn.Module):
@@ -28,45 +28,45 @@ class Bag(nn.Module):
                 self.register_buffer(name, tensor)
 
 
-def param(values, dtype=torch.float32):
+def make_parameter(values, dtype=torch.float32):
     return nn.Parameter(values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype), False)
 
 
-def raw(values, width, dtype):
-    """A tensor from bit patterns."""
+def make_tensor_from_bits(values, width, dtype):
+    """Return a tensor with these bit patterns."""
     return torch.from_numpy(np.array(values, f"uint{width}").view(f"int{width}")).view(dtype)
 
 
-def bits(tensor):
+def to_bytes(tensor):
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if flat.is_complex():
         flat = torch.view_as_real(flat)
     return flat.reshape(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-def assert_same(made, given):
-    assert list(made) == list(given)
-    for name, tensor in given.items():
-        assert (made[name].dtype, made[name].shape) == (tensor.dtype, tensor.shape), name
-        assert bits(made[name]) == bits(tensor), name
+def assert_same(actual, expected):
+    assert list(actual) == list(expected)
+    for name, tensor in expected.items():
+        assert (actual[name].dtype, actual[name].shape) == (tensor.dtype, tensor.shape), name
+        assert to_bytes(actual[name]) == to_bytes(tensor), name
 
 
 def assert_round_trip(module):
-    layout, given = Layout.of(module), module.state_dict()
-    packed = layout.pack(given)
+    layout, state_dict = Layout.of(module), module.state_dict()
+    packed = layout.pack(state_dict)
     assert packed.params.ndim == packed.buffers.ndim == packed.counters.ndim == 1
-    made = layout.unpack(packed)
-    assert_same(made, given)
+    unpacked = layout.unpack(packed)
+    assert_same(unpacked, state_dict)
     target = copy.deepcopy(module)
     for tensor in target.state_dict().values():
         tensor.zero_()
-    target.load_state_dict(made, strict=True)
-    assert_same(target.state_dict(), given)
+    target.load_state_dict(unpacked, strict=True)
+    assert_same(target.state_dict(), state_dict)
 
 
-def tied():
-    shared = param([[1.0, 2.0], [3.0, 4.0]])
-    return Bag(first=shared, between=param([5.0]), second=shared)
+def make_tied_module():
+    shared = make_parameter([[1.0, 2.0], [3.0, 4.0]])
+    return Bag(first=shared, between=make_parameter([5.0]), second=shared)
 
 
 class Nested(nn.Module):
@@ -82,7 +82,7 @@ class Extra(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.weight, self.kept = param([1.0]), torch.tensor([0.5, -0.0])
+        self.weight, self.kept = make_parameter([1.0]), torch.tensor([0.5, -0.0])
 
     def get_extra_state(self):
         return self.kept
@@ -98,41 +98,55 @@ MODULES = {
     "batch norm without parameters": lambda: nn.BatchNorm1d(3, affine=False),
     "nothing at all": nn.Module,
     "nested": Nested,
-    "tied": tied,
+    "tied": make_tied_module,
     "tied buffers": lambda: (lambda shared: Bag(a=shared, b=torch.ones(1), c=shared))(torch.tensor([1.0, 2.0])),
-    "two views of one storage": lambda: (lambda base: Bag(a=param(base[:2]), b=param(base[1:])))(torch.arange(3.0)),
-    "special numbers": lambda: Bag(w=param(SPECIAL), b=torch.tensor(SPECIAL)),
-    "bf16 beside fp32": lambda: Bag(w=param([0.1, -0.0, 1e-40], BF16), v=param(SPECIAL)),
-    "bf16 beside fp16": lambda: Bag(w=param([0.1, 3e38, 1e-40], BF16), v=param([6e-8, -0.0, 65504.0], F16)),
-    "fp16 alone": lambda: Bag(w=param([6e-8, -0.0, 65504.0, float("inf")], F16)),
-    "float8 beside fp32": lambda: Bag(w=param(torch.tensor([0.5, -0.0, 448]).to(torch.float8_e4m3fn)), v=param([0.1])),
-    "float64 buffer": lambda: Bag(w=param([1.0]), b=torch.tensor([1 / 3, 1e-320], dtype=F64)),
-    "float64 beside fp32": lambda: Bag(w=param([1 / 3], F64), v=param(SPECIAL), b=torch.tensor(SPECIAL, dtype=BF16)),
-    "complex parameter": lambda: Bag(w=param([[1 + 2j, -0.0j], [complex(0, float("inf")), 3]], torch.complex64)),
-    "complex behind an odd number of floats": lambda: Bag(w=param([1.0, 2, 3]), v=param([1 + 2j], torch.complex64)),
+    "two views of one storage": lambda: (lambda base: Bag(a=make_parameter(base[:2]), b=make_parameter(base[1:])))(
+        torch.arange(3.0)
+    ),
+    "special numbers": lambda: Bag(w=make_parameter(SPECIAL), b=torch.tensor(SPECIAL)),
+    "bf16 beside fp32": lambda: Bag(w=make_parameter([0.1, -0.0, 1e-40], BF16), v=make_parameter(SPECIAL)),
+    "bf16 beside fp16": lambda: Bag(
+        w=make_parameter([0.1, 3e38, 1e-40], BF16), v=make_parameter([6e-8, -0.0, 65504.0], F16)
+    ),
+    "fp16 alone": lambda: Bag(w=make_parameter([6e-8, -0.0, 65504.0, float("inf")], F16)),
+    "float8 beside fp32": lambda: Bag(
+        w=make_parameter(torch.tensor([0.5, -0.0, 448]).to(torch.float8_e4m3fn)), v=make_parameter([0.1])
+    ),
+    "float64 buffer": lambda: Bag(w=make_parameter([1.0]), b=torch.tensor([1 / 3, 1e-320], dtype=F64)),
+    "float64 beside fp32": lambda: Bag(
+        w=make_parameter([1 / 3], F64), v=make_parameter(SPECIAL), b=torch.tensor(SPECIAL, dtype=BF16)
+    ),
+    "complex parameter": lambda: Bag(
+        w=make_parameter([[1 + 2j, -0.0j], [complex(0, float("inf")), 3]], torch.complex64)
+    ),
+    "complex behind an odd number of floats": lambda: Bag(
+        w=make_parameter([1.0, 2, 3]), v=make_parameter([1 + 2j], torch.complex64)
+    ),
     "complex buffers": lambda: Bag(
         a=torch.tensor(1j), b=torch.ones(1), c=torch.tensor([1 / 3 + 1j], dtype=torch.complex128)
     ),
-    "complex, transposed": lambda: Bag(w=param(torch.tensor([[1 + 2j, 3j], [4, 5 - 1j]]).T)),
+    "complex, transposed": lambda: Bag(w=make_parameter(torch.tensor([[1 + 2j, 3j], [4, 5 - 1j]]).T)),
     "bool and integers": lambda: Bag(
         a=torch.tensor([True, False]),
         b=torch.tensor([-128, 127], dtype=torch.int8),
         c=torch.tensor([[2**63 - 1], [-(2**63)]]),
         d=torch.tensor(65535, dtype=torch.uint16),
         e=torch.tensor([2**63 + 5], dtype=torch.uint64),
-        w=param([1, 2], torch.int32),
+        w=make_parameter([1, 2], torch.int32),
     ),
-    "an empty parameter": lambda: Bag(a=param(torch.zeros(0, 3)), b=param([1.0])),
+    "an empty parameter": lambda: Bag(a=make_parameter(torch.zeros(0, 3)), b=make_parameter([1.0])),
     "two empty ones of different shapes": lambda: Bag(
-        a=param(torch.zeros(0, 3)), b=param(torch.zeros(2, 0)), c=param([1.0])
+        a=make_parameter(torch.zeros(0, 3)), b=make_parameter(torch.zeros(2, 0)), c=make_parameter([1.0])
     ),
     "two empty ones of different dtypes": lambda: Bag(a=torch.zeros(0), b=torch.zeros(0, dtype=F64), c=torch.ones(1)),
-    "only empty ones": lambda: Bag(a=param(torch.zeros(0)), b=torch.zeros(0, 2), c=torch.zeros(0, dtype=torch.int64)),
-    "0-dim": lambda: Bag(a=param(1.5), b=torch.tensor(2.5), c=torch.tensor(3), d=torch.tensor(True)),
+    "only empty ones": lambda: Bag(
+        a=make_parameter(torch.zeros(0)), b=torch.zeros(0, 2), c=torch.zeros(0, dtype=torch.int64)
+    ),
+    "0-dim": lambda: Bag(a=make_parameter(1.5), b=torch.tensor(2.5), c=torch.tensor(3), d=torch.tensor(True)),
     "not contiguous": lambda: Bag(
-        a=param(torch.arange(6.0).reshape(2, 3).T),
-        b=param(torch.arange(8.0)[::2]),
-        c=param(torch.arange(16.0).reshape(1, 2, 2, 4).to(memory_format=torch.channels_last)),
+        a=make_parameter(torch.arange(6.0).reshape(2, 3).T),
+        b=make_parameter(torch.arange(8.0)[::2]),
+        c=make_parameter(torch.arange(16.0).reshape(1, 2, 2, 4).to(memory_format=torch.channels_last)),
     ),
     "extra state that is a tensor": Extra,
 }
@@ -153,16 +167,20 @@ PAYLOADS = {  # quiet, signalling and negative NaNs with payloads
 
 @pytest.mark.parametrize("dtype", PAYLOADS)
 def test_the_bits_of_nan_come_back(dtype):
-    values = raw(PAYLOADS[dtype], dtype.itemsize * 8, dtype)
-    assert_round_trip(Bag(w=param(values), b=values.clone()))
+    values = make_tensor_from_bits(PAYLOADS[dtype], dtype.itemsize * 8, dtype)
+    assert_round_trip(Bag(w=make_parameter(values), b=values.clone()))
 
 
 def test_nan_stays_nan_in_a_mix_of_dtypes():
-    module = Bag(w=param([float("nan"), 1.0], BF16), v=param([2.0, float("nan")]), b=torch.tensor(1 / 3, dtype=F64))
+    module = Bag(
+        w=make_parameter([float("nan"), 1.0], BF16),
+        v=make_parameter([2.0, float("nan")]),
+        b=torch.tensor(1 / 3, dtype=F64),
+    )
     layout = Layout.of(module)
-    made = layout.unpack(layout.pack(module.state_dict()))
-    assert made["w"].isnan().tolist() == [True, False]
-    assert made["v"].isnan().tolist() == [False, True]
+    unpacked = layout.unpack(layout.pack(module.state_dict()))
+    assert unpacked["w"].isnan().tolist() == [True, False]
+    assert unpacked["v"].isnan().tolist() == [False, True]
 
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
@@ -206,15 +224,17 @@ def test_sizes_by_hand():
 
 
 def test_a_complex_number_counts_twice_and_a_tied_tensor_once():
-    shared = param([1 + 1j, 2, 3], torch.complex64)
-    layout = Layout.of(Bag(a=shared, b=param([1.0]), c=shared, d=torch.tensor(True)))
+    shared = make_parameter([1 + 1j, 2, 3], torch.complex64)
+    layout = Layout.of(Bag(a=shared, b=make_parameter([1.0]), c=shared, d=torch.tensor(True)))
     assert layout.sizes() == Sizes((("a", 6), ("b", 1)), 0, 1)
 
 
 def test_vectors_are_in_the_order_of_the_state_dict_whatever_the_order_given():
-    module = Bag(w=param([1.0, 2.0]), mean=torch.tensor([3.0]), v=param([[4.0], [5.0]]), seen=torch.tensor(6))
-    layout, given = Layout.of(module), module.state_dict()
-    for state_dict in (given, dict(reversed(given.items()))):
+    module = Bag(
+        w=make_parameter([1.0, 2.0]), mean=torch.tensor([3.0]), v=make_parameter([[4.0], [5.0]]), seen=torch.tensor(6)
+    )
+    layout, state = Layout.of(module), module.state_dict()
+    for state_dict in (state, dict(reversed(state.items()))):
         packed = layout.pack(state_dict)
         assert packed.params.tolist() == [1, 2, 4, 5]
         assert (packed.buffers.tolist(), packed.counters.tolist()) == ([3], [6])
@@ -222,13 +242,13 @@ def test_vectors_are_in_the_order_of_the_state_dict_whatever_the_order_given():
 
 
 def test_tied_names_share_memory_and_stay_tied_after_loading():
-    module = tied()
+    module = make_tied_module()
     layout = Layout.of(module)
     assert layout.sizes().params == 5
-    made = layout.unpack(layout.pack(module.state_dict()))
-    made["first"][0, 0] = 9.0
-    assert made["second"][0, 0] == 9.0
-    module.load_state_dict(made)
+    unpacked = layout.unpack(layout.pack(module.state_dict()))
+    unpacked["first"][0, 0] = 9.0
+    assert unpacked["second"][0, 0] == 9.0
+    module.load_state_dict(unpacked)
     assert module.first is module.second
     assert module.second.tolist() == [[9, 2], [3, 4]]
 
@@ -239,24 +259,24 @@ def test_equal_modules_have_equal_layouts():
 
 
 @pytest.mark.parametrize(
-    "module", [nn.Linear(2, 2, bias=False), nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), tied()]
+    "module", [nn.Linear(2, 2, bias=False), nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), make_tied_module()]
 )
 def test_unpacked_and_packed_are_fresh_memory(module):
     layout = Layout.of(module)
-    given = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    state_dict = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     packed = layout.pack(module.state_dict())
     assert not packed.params.requires_grad
-    made = layout.unpack(packed)
+    unpacked = layout.unpack(packed)
     before = [t.clone() for t in (packed.params, packed.buffers, packed.counters)]
-    for tensor in made.values():
+    for tensor in unpacked.values():
         tensor.fill_(7)
     assert all(torch.equal(a, b) for a, b in zip((packed.params, packed.buffers, packed.counters), before, strict=True))
     packed.params.fill_(8)
-    assert all(bool((tensor == 7).all()) for tensor in made.values())
-    assert_same(module.state_dict(), given)
+    assert all(bool((tensor == 7).all()) for tensor in unpacked.values())
+    assert_same(module.state_dict(), state_dict)
 
 
-TWO = Bag(w=param([[1.0, 2.0], [3.0, 4.0]]), seen=torch.tensor(3))
+TWO = Bag(w=make_parameter([[1.0, 2.0], [3.0, 4.0]]), seen=torch.tensor(3))
 
 
 @pytest.mark.parametrize(
@@ -273,15 +293,15 @@ TWO = Bag(w=param([[1.0, 2.0], [3.0, 4.0]]), seen=torch.tensor(3))
     ],
 )
 def test_a_state_dict_of_another_model_is_refused_by_name(change, named):
-    given = dict(TWO.state_dict())
-    change(given)
+    state_dict = dict(TWO.state_dict())
+    change(state_dict)
     with pytest.raises(ValueError, match=named):
-        Layout.of(TWO).pack(given)
+        Layout.of(TWO).pack(state_dict)
 
 
 @pytest.mark.parametrize("other", ["another value", "the same memory transposed", "minus zero"])
 def test_tied_tensors_that_differ_are_refused(other):
-    layout, w = Layout.of(tied()), torch.tensor([[1.0, 2.0], [0.0, 4.0]])
+    layout, w = Layout.of(make_tied_module()), torch.tensor([[1.0, 2.0], [0.0, 4.0]])
     second = {
         "another value": w + 1,
         "the same memory transposed": w.T,
@@ -306,12 +326,12 @@ def test_vectors_of_another_length_are_refused():
 
 
 def test_extra_state_that_is_no_tensor_is_refused_by_name():
-    class Odd(Extra):
+    class DictExtra(Extra):
         def get_extra_state(self):
             return {"a": 1}
 
     with pytest.raises(TypeError, match=r"_extra_state.*dict"):
-        Layout.of(nn.Sequential(Odd()))
+        Layout.of(nn.Sequential(DictExtra()))
 
 
 def test_a_flat_layout_is_one_parameter_tensor():
@@ -329,13 +349,13 @@ def test_a_flat_layout_needs_a_positive_whole_size(size):
 
 
 class Doubling(nn.Linear):
-    """Loads something else than it is given."""
+    """Loads twice the values that it is given."""
 
     def _load_from_state_dict(self, state_dict, prefix, *rest):
         super()._load_from_state_dict({k: 2 * v for k, v in state_dict.items()}, prefix, *rest)
 
 
-def hooked() -> nn.Module:
+def make_module_with_load_hook() -> nn.Module:
     module = nn.Linear(3, 2)
 
     def clear_bias(module, keys):
@@ -345,12 +365,12 @@ def hooked() -> nn.Module:
     return module
 
 
-def half() -> nn.Module:
+def make_mixed_dtype_module() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3, dtype=torch.bfloat16), nn.Linear(3, 3, dtype=torch.float64))
 
 
 class Negated(nn.Linear):
-    """Saves something else than it has."""
+    """Saves its bias with the opposite sign."""
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -358,13 +378,13 @@ class Negated(nn.Linear):
             destination[prefix + "bias"] = -destination[prefix + "bias"]
 
 
-def partly_saved() -> nn.Module:
+def make_partly_saved_module() -> nn.Module:
     module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2, bias=False), nn.ReLU())
     module.register_buffer("left_out", torch.randn(3), persistent=False)
     return module
 
 
-def saving_hook() -> nn.Module:
+def make_module_with_save_hook() -> nn.Module:
     module = nn.Linear(3, 2)
 
     def negate_bias(module, state, prefix, metadata):
@@ -376,14 +396,14 @@ def saving_hook() -> nn.Module:
 
 
 SAVED_MODULES = MODULES | {
-    "tied": tied,
-    "normed": lambda: normed(3, 16),
+    "tied": make_tied_module,
+    "normed": lambda: conv_batchnorm(3, 16),
     "own loading": lambda: Doubling(3, 2),
-    "hook": hooked,
-    "dtypes": half,
+    "hook": make_module_with_load_hook,
+    "dtypes": make_mixed_dtype_module,
     "own saving": lambda: Negated(3, 2),
-    "saving hook": saving_hook,
-    "partly saved": partly_saved,
+    "saving hook": make_module_with_save_hook,
+    "partly saved": make_partly_saved_module,
     "complex": lambda: nn.Linear(3, 2, dtype=torch.complex64),
 }
 
@@ -413,9 +433,9 @@ def test_a_module_that_has_changed_is_refused_by_name():
 @pytest.mark.parametrize("make", SAVED_MODULES.values(), ids=SAVED_MODULES)
 def test_load_into_gives_the_bits_of_load_state_dict(make):
     torch.manual_seed(0)
-    given, fast, slow = make(), make(), make()
-    layout = Layout.of(given)
-    layout.load_into(fast, layout.pack(given.state_dict()))
-    slow.load_state_dict(layout.unpack(layout.pack(given.state_dict())))
+    source, fast, slow = make(), make(), make()
+    layout = Layout.of(source)
+    layout.load_into(fast, layout.pack(source.state_dict()))
+    slow.load_state_dict(layout.unpack(layout.pack(source.state_dict())))
     assert_same(fast.state_dict(), slow.state_dict())
     assert [name for name, _ in fast.named_parameters()] == [name for name, _ in slow.named_parameters()]

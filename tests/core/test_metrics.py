@@ -11,18 +11,18 @@ from fedheal.core.metrics import count_averaged, fairness, last_mean
 
 
 def test_four_domains_by_hand() -> None:
-    found = fairness({"a": 80.0, "b": 60.0, "c": 40.0, "d": 20.0})
-    assert found["avg"] == 50.0
+    scores = fairness({"a": 80.0, "b": 60.0, "c": 40.0, "d": 20.0})
+    assert scores["avg"] == 50.0
     # deviations 30, 10, -10, -30: squares 900 + 100 + 100 + 900 = 2000, over 3
-    assert found["std"] == pytest.approx(math.sqrt(2000 / 3))
-    assert (found["worst"], found["best"], found["gap"]) == (20.0, 80.0, 60.0)
-    assert found["cov"] == pytest.approx(math.sqrt(2000 / 3) / 50)
+    assert scores["std"] == pytest.approx(math.sqrt(2000 / 3))
+    assert (scores["worst"], scores["best"], scores["gap"]) == (20.0, 80.0, 60.0)
+    assert scores["cov"] == pytest.approx(math.sqrt(2000 / 3) / 50)
     # |differences| over ordered pairs: 2 (20 + 40 + 60 + 20 + 40 + 20) = 400; 400 / (2 * 16 * 50)
-    assert found["gini"] == pytest.approx(0.25)
+    assert scores["gini"] == pytest.approx(0.25)
     # 200^2 / (4 (6400 + 3600 + 1600 + 400)) = 40000 / 48000
-    assert found["jain"] == pytest.approx(5 / 6)
+    assert scores["jain"] == pytest.approx(5 / 6)
     # shares 0.4, 0.3, 0.2, 0.1
-    assert found["entropy"] == pytest.approx(-sum(s * math.log(s) for s in (0.4, 0.3, 0.2, 0.1)))
+    assert scores["entropy"] == pytest.approx(-sum(s * math.log(s) for s in (0.4, 0.3, 0.2, 0.1)))
 
 
 def test_gini_of_many_units_is_that_of_all_pairs() -> None:
@@ -42,25 +42,25 @@ def test_one_unit_is_perfectly_even() -> None:
 
 
 def test_all_zero_is_even_too() -> None:
-    found = fairness({"a": 0.0, "b": 0.0, "c": 0.0})
-    assert (found["avg"], found["std"], found["cov"], found["gini"], found["jain"]) == (0.0, 0.0, 0.0, 0.0, 1.0)
-    assert found["entropy"] == pytest.approx(math.log(3))
+    scores = fairness({"a": 0.0, "b": 0.0, "c": 0.0})
+    assert (scores["avg"], scores["std"], scores["cov"], scores["gini"], scores["jain"]) == (0.0, 0.0, 0.0, 0.0, 1.0)
+    assert scores["entropy"] == pytest.approx(math.log(3))
 
 
 def test_equal_units_are_even_to_rounding() -> None:
-    found = fairness({str(i): 100 / 3 for i in range(7)})
-    assert found["std"] == pytest.approx(0.0, abs=1e-12)
-    assert found["gini"] == 0.0
-    assert found["jain"] == pytest.approx(1.0)
-    assert found["entropy"] == pytest.approx(math.log(7))
+    scores = fairness({str(i): 100 / 3 for i in range(7)})
+    assert scores["std"] == pytest.approx(0.0, abs=1e-12)
+    assert scores["gini"] == 0.0
+    assert scores["jain"] == pytest.approx(1.0)
+    assert scores["entropy"] == pytest.approx(math.log(7))
 
 
 def test_all_at_one_unit_is_as_uneven_as_can_be() -> None:
-    found = fairness({"a": 100.0, "b": 0.0, "c": 0.0, "d": 0.0})
-    assert found["jain"] == pytest.approx(1 / 4)
-    assert found["gini"] == pytest.approx(3 / 4)  # (K - 1) / K
-    assert found["entropy"] == 0.0
-    assert found["cov"] == pytest.approx(2.0)  # sqrt(K)
+    scores = fairness({"a": 100.0, "b": 0.0, "c": 0.0, "d": 0.0})
+    assert scores["jain"] == pytest.approx(1 / 4)
+    assert scores["gini"] == pytest.approx(3 / 4)  # (K - 1) / K
+    assert scores["entropy"] == 0.0
+    assert scores["cov"] == pytest.approx(2.0)  # sqrt(K)
 
 
 def test_units_may_come_in_any_order() -> None:

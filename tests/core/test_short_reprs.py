@@ -39,10 +39,10 @@ def test_an_aggregator_shows_its_stages_by_name() -> None:
         "reduce=mean, on_bad_update='raise', kernel='auto')"
     )
     for name in methods.names():
-        shown = repr(methods.get(name).aggregator)
-        assert len(shown) < 300
-        assert "0x" not in shown
-        assert "<" not in shown
+        text = repr(methods.get(name).aggregator)
+        assert len(text) < 300
+        assert "0x" not in text
+        assert "<" not in text
     assert "Stage('uniform_weights', gives=['weights'])" in repr(aggregate.uniform())
 
 

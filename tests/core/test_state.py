@@ -43,26 +43,26 @@ class Outer(State, kind="test-outer"):
 ODD = "a.b"  # a client id may hold any character
 
 
-def inner(clients: int = 2) -> Inner:
+def make_inner(clients: int = 2) -> Inner:
     return Inner(tuple("ab"[:clients]), np.arange(clients, dtype=np.float64), torch.arange(6.0).reshape(3, 2))
 
 
-def outer() -> Outer:
+def make_outer() -> Outer:
     by_client = {ODD: {"c": torch.ones(1)}, "a": {"b.c": torch.zeros(1)}, "idle": {}}
     sizes = Sizes((("w", 3), ("b", 0)), 2, 1)
-    parts = (inner(), Nothing())
-    return Outer(3, 1, "x", True, sizes, inner(), parts, {"x.y": torch.ones(2)}, by_client, present=torch.ones(2))
+    parts = (make_inner(), Nothing())
+    return Outer(3, 1, "x", True, sizes, make_inner(), parts, {"x.y": torch.ones(2)}, by_client, present=torch.ones(2))
 
 
-def stored(state: State) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """Through the bytes of a safetensors file and of its JSON."""
+def save_and_load(state: State) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """Return the state's arrays and JSON after a round trip through safetensors and JSON text."""
     arrays, described = state.to_arrays()
     return load(save({name: array.contiguous() for name, array in arrays.items()})), json.loads(json.dumps(described))
 
 
 def test_every_type_of_field_comes_back() -> None:
-    before = outer()
-    after = State.from_arrays(*stored(before))
+    before = make_outer()
+    after = State.from_arrays(*save_and_load(before))
     assert isinstance(after, Outer)
     for name in ("number", "share", "word", "switch", "sizes", "missing"):
         assert getattr(after, name) == getattr(before, name)
@@ -79,7 +79,7 @@ def test_every_type_of_field_comes_back() -> None:
 
 
 def test_spare_rows_are_not_saved() -> None:
-    assert inner(1).to_arrays()[0]["table"].tolist() == [[0, 1]]
+    assert make_inner(1).to_arrays()[0]["table"].tolist() == [[0, 1]]
 
 
 def test_a_field_that_cannot_be_saved_is_named() -> None:
@@ -100,7 +100,7 @@ def test_a_field_that_cannot_be_saved_is_named() -> None:
     ],
 )
 def test_damaged_json_is_refused(field: str, value: object, why: str) -> None:
-    arrays, described = stored(outer())
+    arrays, described = save_and_load(make_outer())
     with pytest.raises(ValueError, match=why):
         State.from_arrays(arrays, described | {field: value})
     with pytest.raises(ValueError, match=f"damaged.*{field}"):
@@ -117,7 +117,7 @@ def test_damaged_json_is_refused(field: str, value: object, why: str) -> None:
     ],
 )
 def test_arrays_need_an_entry_per_client(field: str, value: Tensor, why: str) -> None:
-    arrays, described = stored(inner())
+    arrays, described = save_and_load(make_inner())
     with pytest.raises(ValueError, match=why):
         State.from_arrays(arrays | {field: value}, described)
 
@@ -126,35 +126,35 @@ def test_a_run_comes_back() -> None:
     model = Packed(torch.ones(3), torch.zeros(1), torch.tensor([7]))
     terms = (TermState({"c": torch.ones(3)}, {ODD: {"c": torch.zeros(3)}}), TermState({}, {}))
     before = RunState(
-        round=4, seed=1, model=model, aggregator=inner(), server=Nothing(), terms=terms, sent=5, received=6
+        round=4, seed=1, model=model, aggregator=make_inner(), server=Nothing(), terms=terms, sent=5, received=6
     )
-    after = RunState.from_arrays(*stored(before), torch.device("cpu"))
+    after = RunState.from_arrays(*save_and_load(before), torch.device("cpu"))
     assert (after.round, after.seed, after.sent, after.received) == (4, 1, 5, 6)
     assert after.model.counters.tolist() == [7]
     assert isinstance(after.aggregator, Inner)
     assert after.terms[0].slots[ODD]["c"].tolist() == [0, 0, 0]
     with pytest.raises(ValueError, match="'run' is expected"):
-        RunState.from_arrays(*stored(inner()))
+        RunState.from_arrays(*save_and_load(make_inner()))
 
 
 def test_states_compare_by_value() -> None:
-    one, two = outer(), outer()
-    assert (one == two) is True
-    assert (one != two) is False
-    assert replace(two, by_name={"x.y": torch.zeros(2)}) != one
-    assert replace(two, by_name={"x.y": torch.ones(2, dtype=torch.float64)}) != one
-    assert replace(two, by_name={}) != one
-    assert replace(two, number=4) != one
-    assert replace(two, inner=inner(1)) != one
-    assert one != inner()
-    assert one != "another thing"
+    first, second = make_outer(), make_outer()
+    assert (first == second) is True
+    assert (first != second) is False
+    assert replace(second, by_name={"x.y": torch.zeros(2)}) != first
+    assert replace(second, by_name={"x.y": torch.ones(2, dtype=torch.float64)}) != first
+    assert replace(second, by_name={}) != first
+    assert replace(second, number=4) != first
+    assert replace(second, inner=make_inner(1)) != first
+    assert first != make_inner()
+    assert first != "another thing"
     with pytest.raises(TypeError, match="unhashable type: 'Outer'"):
-        hash(one)
+        hash(first)
 
 
 def test_a_state_goes_to_a_file_and_back(tmp_path: Path) -> None:
     shared = torch.ones(2)
-    state = replace(outer(), by_name={"a": shared, "b": shared})  # safetensors refuses shared memory
+    state = replace(make_outer(), by_name={"a": shared, "b": shared})  # safetensors refuses shared memory
     state.save(tmp_path / "state.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"]
     assert State.load(tmp_path / "state.safetensors") == state
@@ -163,7 +163,7 @@ def test_a_state_goes_to_a_file_and_back(tmp_path: Path) -> None:
 
 def test_a_file_that_holds_no_such_state_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "state.safetensors"
-    outer().save(path)
+    make_outer().save(path)
     with pytest.raises(ValueError, match=r"state\.safetensors: .*'test-inner' is expected"):
         Inner.load(path)
     path.write_bytes(path.read_bytes()[:100])
@@ -180,7 +180,7 @@ def test_a_file_that_holds_no_such_state_is_refused(tmp_path: Path) -> None:
 
 def test_one_flipped_bit_in_a_file_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "state.safetensors"
-    outer().save(path)
+    make_outer().save(path)
     whole = path.read_bytes()
     numbers = 8 + int.from_bytes(whole[:8], "little")  # after the header and its length
     for place in (whole.index(b"test-outer"), *range(numbers, len(whole))):
@@ -193,15 +193,15 @@ def test_one_flipped_bit_in_a_file_is_noticed(tmp_path: Path) -> None:
 
 def test_a_file_of_an_earlier_version_without_a_checksum_is_read(tmp_path: Path) -> None:
     path = tmp_path / "state.safetensors"
-    arrays, described = outer().to_arrays()
+    arrays, described = make_outer().to_arrays()
     path.write_bytes(save({k: v.clone() for k, v in arrays.items()}, {"fedheal-state": json.dumps(described)}))
-    assert State.load(path) == outer()
+    assert State.load(path) == make_outer()
 
 
 def test_a_state_that_cannot_be_written_names_its_path_and_leaves_nothing(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere" / "s.safetensors", tmp_path):  # no such folder; a folder
         with pytest.raises(OSError, match=r".") as error:
-            Inner.save(outer(), path)
+            Inner.save(make_outer(), path)
         assert error.value.filename == str(path)
     assert list(tmp_path.iterdir()) == []
     assert not Path(f"{tmp_path}.tmp").exists()

@@ -14,8 +14,8 @@ ROWS = [[1.0, -2.0, 3.0], [4.0, 5.0, -6.0]]
 
 
 def test_ids_become_strings():
-    sent = Updates(["a", 7, np.int32(-3), np.uint8(0)], np.zeros((4, 1)), [1] * 4)
-    assert sent.clients == ("a", "7", "-3", "0")
+    updates = Updates(["a", 7, np.int32(-3), np.uint8(0)], np.zeros((4, 1)), [1] * 4)
+    assert updates.clients == ("a", "7", "-3", "0")
     assert Updates((str(i) for i in range(2)), np.zeros((2, 1)), [1, 1]).clients == ("0", "1")
 
 
@@ -28,29 +28,29 @@ def test_an_id_that_is_neither_string_nor_integer_is_refused(client):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_tensors_keep_dtype_and_memory(dtype):
     deltas = torch.tensor(ROWS, dtype=dtype, requires_grad=True)
-    sent = Updates("ab", deltas, torch.tensor([1, 2]))
-    assert sent.deltas.dtype == dtype
-    assert sent.deltas.data_ptr() == deltas.data_ptr()
-    assert not sent.deltas.requires_grad
-    assert sent.deltas.tolist() == ROWS
-    assert (sent.num_examples.dtype, sent.num_examples.tolist()) == (torch.float64, [1, 2])
+    updates = Updates("ab", deltas, torch.tensor([1, 2]))
+    assert updates.deltas.dtype == dtype
+    assert updates.deltas.data_ptr() == deltas.data_ptr()
+    assert not updates.deltas.requires_grad
+    assert updates.deltas.tolist() == ROWS
+    assert (updates.num_examples.dtype, updates.num_examples.tolist()) == (torch.float64, [1, 2])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_numpy_arrays_keep_dtype_and_memory(dtype):
     deltas = np.array(ROWS, dtype)
-    sent = Updates("ab", deltas, [1, 2])
-    assert sent.deltas.numpy().dtype == dtype
-    assert sent.deltas.data_ptr() == deltas.ctypes.data
+    updates = Updates("ab", deltas, [1, 2])
+    assert updates.deltas.numpy().dtype == dtype
+    assert updates.deltas.data_ptr() == deltas.ctypes.data
 
 
-def packed_records():
+def make_packed_records():
     records = np.zeros((2, 3), dtype=[("tag", "u1"), ("x", "f4")])
     records["x"] = ROWS
     return records["x"]
 
 
-def read_only():
+def make_read_only():
     deltas = np.array(ROWS)
     deltas.flags.writeable = False
     return deltas
@@ -59,7 +59,7 @@ def read_only():
 @pytest.mark.parametrize(
     "make",
     [
-        read_only,
+        make_read_only,
         lambda: np.frombuffer(np.array(ROWS, np.float32).tobytes(), np.float32).reshape(2, 3),
         lambda: np.array(ROWS)[:, ::-1][:, ::-1],
         lambda: np.array([row[::-1] for row in ROWS])[:, ::-1],
@@ -67,7 +67,7 @@ def read_only():
         lambda: np.asfortranarray(ROWS),
         lambda: np.repeat(ROWS, 2, axis=1)[:, ::2],
         lambda: np.array(ROWS, ">f4"),
-        packed_records,
+        make_packed_records,
         lambda: torch.tensor(ROWS).T.contiguous().T,
         lambda: [np.array(row, np.float32) for row in ROWS],
         lambda: [torch.tensor(row, dtype=torch.bfloat16) for row in ROWS],
@@ -81,7 +81,7 @@ def test_every_layout_of_memory_is_read_right(make):
 
 
 def test_a_read_only_array_stays_read_only_and_as_it_was():
-    deltas = read_only()
+    deltas = make_read_only()
     Updates("ab", deltas, [1, 2])
     assert not deltas.flags.writeable
     assert deltas.tolist() == ROWS
@@ -97,7 +97,7 @@ def test_rows_of_different_float_types_are_not_narrowed():
 
 
 def test_buffers_counters_metrics_and_refused():
-    sent = Updates(
+    updates = Updates(
         "ab",
         ROWS,
         [1, 2],
@@ -106,10 +106,10 @@ def test_buffers_counters_metrics_and_refused():
         metrics={"loss": [0.5, np.nan]},
         refused={"c": "no"},
     )
-    assert sent.buffers.shape == (2, 1)
-    assert (sent.counters.dtype, sent.counters.tolist()) == (torch.int64, [[1], [2]])
-    assert sent.metrics["loss"][0] == 0.5
-    assert sent.refused == {"c": "no"}
+    assert updates.buffers.shape == (2, 1)
+    assert (updates.counters.dtype, updates.counters.tolist()) == (torch.int64, [[1], [2]])
+    assert updates.metrics["loss"][0] == 0.5
+    assert updates.refused == {"c": "no"}
     nothing = Updates("ab", ROWS, [1, 2])
     assert nothing.buffers is None
     assert nothing.counters is None
@@ -127,7 +127,7 @@ def test_updates_are_frozen():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"deltas": np.zeros(3)}, r"deltas has shape \(3,\); 2 clients need \(2, length\)"),
         ({"deltas": np.zeros((3, 3))}, r"deltas has shape \(3, 3\); 2 clients need"),
@@ -146,9 +146,9 @@ def test_updates_are_frozen():
         ({"metrics": {"loss": [1.0]}}, r"metrics\['loss'\] has shape \(1,\); 2 clients need"),
     ],
 )
-def test_a_wrong_shape_is_refused_by_field(change, said):
+def test_a_wrong_shape_is_refused_by_field(change, message):
     fields = {"clients": "ab", "deltas": ROWS, "num_examples": [1, 2]} | change
-    with pytest.raises(ValueError, match=said) as refused:
+    with pytest.raises(ValueError, match=message) as refused:
         Updates(**fields)
     assert "\n" not in str(refused.value)
 

@@ -21,74 +21,74 @@ from tiny_data import WORDS
 LIBSVM_BYTES = 1 << 20  # the most that is read in these tests, so that a bomb may be small
 
 
-def bomb_png(side: int) -> bytes:
-    """A PNG of some kilobytes that claims to be side x side."""
+def make_png_bomb(side: int) -> bytes:
+    """Return a PNG of some kilobytes whose header claims side x side pixels."""
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
+    def make_chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
     return (
         b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(b"\0" * 100_000))
-        + chunk(b"IEND", b"")
+        + make_chunk(b"IHDR", header)
+        + make_chunk(b"IDAT", zlib.compress(b"\0" * 100_000))
+        + make_chunk(b"IEND", b"")
     )
 
 
-def truncated(path: Path) -> None:
+def truncate_file(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def cut_gzip(root: Path) -> None:
-    truncated(root / "digits" / "mnist" / "train-images-idx3-ubyte.gz")
+    truncate_file(root / "digits" / "mnist" / "train-images-idx3-ubyte.gz")
 
 
-def not_gzip(root: Path) -> None:
+def replace_gzip_by_text(root: Path) -> None:
     (root / "digits" / "mnist" / "train-labels-idx1-ubyte.gz").write_bytes(b"plain text")
 
 
-def gzip_with_a_wrong_sum(root: Path) -> None:
+def damage_gzip_checksum(root: Path) -> None:
     path = root / "digits" / "mnist" / "t10k-images-idx3-ubyte.gz"
     data = bytearray(path.read_bytes())
     data[-8] ^= 0xFF
     path.write_bytes(data)
 
 
-def lying_idx(root: Path) -> None:
+def write_lying_idx_header(root: Path) -> None:
     data = struct.pack(">HBB3I", 0, 8, 3, 2_000_000, 32, 32)
     (root / "digits" / "mnist" / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(data))
 
 
-def gzip_bomb(root: Path) -> None:
+def write_gzip_bomb(root: Path) -> None:
     header = struct.pack(">HBB3I", 0, 8, 3, 40, 28, 28)
     bomb = gzip.compress(header + b"\0" * 5_000_000)
     (root / "digits" / "mnist" / "train-images-idx3-ubyte.gz").write_bytes(bomb)
 
 
 def cut_bzip2(root: Path) -> None:
-    truncated(root / "digits" / "usps" / "usps.bz2")
+    truncate_file(root / "digits" / "usps" / "usps.bz2")
 
 
-def bzip2_bomb(root: Path) -> None:
+def write_bzip2_bomb(root: Path) -> None:
     (root / "digits" / "usps" / "usps.t.bz2").write_bytes(bz2.compress(b"0" * 2 * LIBSVM_BYTES))
 
 
 def cut_mat(root: Path) -> None:
-    truncated(root / "digits" / "svhn" / "train_32x32.mat")
+    truncate_file(root / "digits" / "svhn" / "train_32x32.mat")
 
 
-def mat_of_objects(root: Path) -> None:
-    held = {"X": np.array([{"a": 1}], dtype=object), "y": np.ones((4, 1))}
-    savemat(root / "digits" / "svhn" / "test_32x32.mat", held)
+def write_mat_of_objects(root: Path) -> None:
+    arrays = {"X": np.array([{"a": 1}], dtype=object), "y": np.ones((4, 1))}
+    savemat(root / "digits" / "svhn" / "test_32x32.mat", arrays)
 
 
-def mat_of_another_shape(root: Path) -> None:
-    held = {"X": layouts.pixels(0, 30, 28, 28), "y": np.ones((30, 1))}
-    savemat(root / "digits" / "syn_standin" / "synth_train_32x32.mat", held)
+def write_mat_of_another_shape(root: Path) -> None:
+    arrays = {"X": layouts.pixels(0, 30, 28, 28), "y": np.ones((30, 1))}
+    savemat(root / "digits" / "syn_standin" / "synth_train_32x32.mat", arrays)
 
 
-def a_folder_instead_of_a_file(root: Path) -> None:
+def replace_file_by_folder(root: Path) -> None:
     path = root / "digits" / "svhn" / "train_32x32.mat"
     path.unlink()
     path.mkdir()
@@ -96,16 +96,16 @@ def a_folder_instead_of_a_file(root: Path) -> None:
 
 DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (cut_gzip, "train-images-idx3-ubyte.gz"),
-    (not_gzip, "train-labels-idx1-ubyte.gz"),
-    (gzip_with_a_wrong_sum, "t10k-images-idx3-ubyte.gz"),
-    (lying_idx, "train-images-idx3-ubyte.gz"),
-    (gzip_bomb, "train-images-idx3-ubyte.gz"),
+    (replace_gzip_by_text, "train-labels-idx1-ubyte.gz"),
+    (damage_gzip_checksum, "t10k-images-idx3-ubyte.gz"),
+    (write_lying_idx_header, "train-images-idx3-ubyte.gz"),
+    (write_gzip_bomb, "train-images-idx3-ubyte.gz"),
     (cut_bzip2, "usps.bz2"),
-    (bzip2_bomb, "usps.t.bz2"),
+    (write_bzip2_bomb, "usps.t.bz2"),
     (cut_mat, "train_32x32.mat"),
-    (mat_of_objects, "test_32x32.mat"),
-    (mat_of_another_shape, "synth_train_32x32.mat"),
-    (a_folder_instead_of_a_file, "train_32x32.mat"),
+    (write_mat_of_objects, "test_32x32.mat"),
+    (write_mat_of_another_shape, "synth_train_32x32.mat"),
+    (replace_file_by_folder, "train_32x32.mat"),
 ]
 
 
@@ -131,7 +131,7 @@ def test_damaged_digits(
         assert_sentence(call(*words), named)
         assert not cache_folder.exists() or list(cache_folder.iterdir()) == []
     assert not (tmp_path / "runs").exists()
-    if damage is not a_folder_instead_of_a_file:
+    if damage is not replace_file_by_folder:
         done = call("data", "check", "digits", "--data-root", root)
         assert done.code == 2
         assert named in done.err
@@ -141,44 +141,55 @@ def test_damaged_digits(
 @pytest.mark.parametrize("side", [20_000, 100_000, 2**31 - 1])
 def test_an_image_that_claims_to_be_enormous_is_one_that_cannot_be_read(tmp_path: Path, call, side: int) -> None:
     layouts.image_folders(tmp_path / "d" / "a", {"x": 10, "y": 10})
-    (tmp_path / "d" / "a" / "x" / "0000.png").write_bytes(bomb_png(side))
+    (tmp_path / "d" / "a" / "x" / "0000.png").write_bytes(make_png_bomb(side))
     done = call("data", "prepare", f"folder:{tmp_path / 'd'}")
     assert done.code == 0, done.err
     assert "a: 1 image could not be read" in done.out
     assert "0000.png" in done.out
 
 
-def newline(root: Path) -> None:
+def add_class_with_newline(root: Path) -> None:
     (root / "a" / "new\nline").mkdir()
 
 
-def loop(root: Path) -> None:
+def add_link_loop(root: Path) -> None:
     (root / "a" / "x" / "back").symlink_to(root / "a", target_is_directory=True)
 
 
-def self_link(root: Path) -> None:
+def add_link_to_itself(root: Path) -> None:
     (root / "a" / "x" / "self").symlink_to(root / "a" / "x" / "self")
 
 
-def no_classes(root: Path) -> None:
+def remove_all_classes(root: Path) -> None:
     shutil.rmtree(root / "a")
     (root / "a").mkdir()
 
 
-def one_class(root: Path) -> None:
+def remove_second_class(root: Path) -> None:
     shutil.rmtree(root / "a" / "y")
 
 
-def nothing(root: Path) -> None:
+def remove_domain(root: Path) -> None:
     shutil.rmtree(root / "a")
 
 
-def no_image_can_be_read(root: Path) -> None:
+def damage_all_images(root: Path) -> None:
     for path in root.rglob("*.jpg"):
         path.write_bytes(b"\xff\xd8\xff\xe0 and no more")
 
 
-@pytest.mark.parametrize("damage", [newline, loop, self_link, no_classes, one_class, nothing, no_image_can_be_read])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        add_class_with_newline,
+        add_link_loop,
+        add_link_to_itself,
+        remove_all_classes,
+        remove_second_class,
+        remove_domain,
+        damage_all_images,
+    ],
+)
 def test_hostile_folders(tmp_path: Path, cache_folder: Path, call, damage: Callable[[Path], None]) -> None:
     layouts.image_folders(tmp_path / "d" / "a", {"x": 10, "y": 10})
     damage(tmp_path / "d")

@@ -39,9 +39,9 @@ def test_four_domains_of_ten_digits(data: Domains) -> None:
 
 @pytest.mark.slow
 def test_default_federation_fits_and_favours_the_large_domains(data: Domains) -> None:
-    held = [c * n for c, n in zip(data.clients_per_domain, data.samples_per_client, strict=True)]
-    assert all(count <= len(domain.train) for count, domain in zip(held, data.domains, strict=True))
-    assert held[-1] / sum(held) < 0.1  # display, the domain at stake
+    sizes = [c * n for c, n in zip(data.clients_per_domain, data.samples_per_client, strict=True)]
+    assert all(count <= len(domain.train) for count, domain in zip(sizes, data.domains, strict=True))
+    assert sizes[-1] / sum(sizes) < 0.1  # display, the domain at stake
     assert len(set(data.clients_per_domain)) == 1  # uniform client weights are uniform over domains
 
 
@@ -100,13 +100,13 @@ def test_train_and_test_fonts_are_different_families() -> None:
 def test_labels_belong_to_images(data: Domains, name: str, least: float) -> None:
     """The nearest training image has the right label far more often than the one time in ten of chance."""
     domain = data[name]
-    train, test = _contrast(domain.train.images), _contrast(domain.test.images)
+    train, test = _normalise_contrast(domain.train.images), _normalise_contrast(domain.test.images)
     nearest = (test @ train.T).argmax(dim=1)
     assert (domain.train.labels[nearest] == domain.test.labels).float().mean() >= least
 
 
-def _contrast(images: torch.Tensor) -> torch.Tensor:
-    """Grey images as unit vectors around zero, so that products compare shapes."""
+def _normalise_contrast(images: torch.Tensor) -> torch.Tensor:
+    """Return grey images as centred unit vectors, so that products compare shapes."""
     grey = images.float().mean(dim=1).flatten(1)
     return torch.nn.functional.normalize(grey - grey.mean(dim=1, keepdim=True))
 

@@ -29,13 +29,13 @@ KEYS = {
     "clients_per_domain": 2,
     "rounds": 1,
     "epochs": 1,
-    "model": "tiny_data:broad",
+    "model": "tiny_data:wide",
     "device": "cpu",
 }
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def export_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with tiny Digits in `data`, and an export of them in `away`."""
     folder = tmp_path_factory.mktemp("exported")
     layouts.digits(folder / "data")
@@ -61,13 +61,13 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def digits(exported: Path, tmp_path: Path) -> Path:
+def digits(export_folder: Path, tmp_path: Path) -> Path:
     for name in ("data", "away"):
-        shutil.copytree(exported / name, tmp_path / name)
+        shutil.copytree(export_folder / name, tmp_path / name)
     return tmp_path / "away" / "digits.export"
 
 
-def taken(root: Path, seed: int, **keys: object) -> dict[str, torch.Tensor]:
+def load_client_images(root: Path, seed: int, **keys: object) -> dict[str, torch.Tensor]:
     experiment = Experiment(**KEYS | {"data": "digits", "data_root": str(root), "seed": seed} | keys)
     domains = load_domains(experiment)
     return {c.id: domains[c.domain].select(c.indices).images for c in partition_clients(experiment, domains)}
@@ -75,7 +75,7 @@ def taken(root: Path, seed: int, **keys: object) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_clients_hold_the_same_bytes(digits: Path, tmp_path: Path, seed: int) -> None:
-    here, there = taken(tmp_path / "data", seed), taken(digits, seed)
+    here, there = load_client_images(tmp_path / "data", seed), load_client_images(digits, seed)
     assert here.keys() == there.keys()
     assert all(torch.equal(here[client], there[client]) for client in here)
 
@@ -86,25 +86,25 @@ def test_test_sets_labels_fingerprint_and_notes_are_the_same(digits: Path, tmp_p
     assert here.notes == there.notes
     assert here.classes == there.classes
     assert here.samples_per_client == there.samples_per_client
-    for one, other in zip(here.domains, there.domains, strict=True):
-        assert (one.name, one.nominal) == (other.name, other.nominal)
-        assert torch.equal(one.test.images, other.test.images)
-        assert torch.equal(one.test.labels, other.test.labels)
-        assert torch.equal(one.labels, other.labels)
-        assert len(other.train) < len(one.train)
+    for domain, other in zip(here.domains, there.domains, strict=True):
+        assert (domain.name, domain.nominal) == (other.name, other.nominal)
+        assert torch.equal(domain.test.images, other.test.images)
+        assert torch.equal(domain.test.labels, other.test.labels)
+        assert torch.equal(domain.labels, other.labels)
+        assert len(other.train) < len(domain.train)
 
 
 @pytest.mark.slow
 def test_a_run_there_is_the_run_here(digits: Path, tmp_path: Path) -> None:
-    """By the folder that the file lies in, too."""
-    one, two = (
+    """The second run finds the export by its folder."""
+    first, second = (
         fedheal.run(Experiment(**KEYS, data="digits", data_root=str(root)), progress=False)
         for root in (tmp_path / "data", digits.parent)
     )
-    assert one.summary["used_fingerprint"] == two.summary["used_fingerprint"]
-    assert one.summary["data_fingerprint"] == two.summary["data_fingerprint"]
-    assert one.domains == two.domains
-    assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True))
+    assert first.summary["used_fingerprint"] == second.summary["used_fingerprint"]
+    assert first.summary["data_fingerprint"] == second.summary["data_fingerprint"]
+    assert first.domains == second.domains
+    assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
 
 
 @pytest.mark.slow
@@ -122,13 +122,13 @@ def test_it_needs_no_library_of_the_extras(digits: Path) -> None:
 @pytest.mark.parametrize("keys", [{"seed": 2}, {"samples_per_client": 5}, {"dirichlet": 0.1}])
 def test_what_it_was_not_made_for_is_refused(digits: Path, keys: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="images that the exported file does not contain"):
-        taken(digits, **{"seed": 0} | keys)
+        load_client_images(digits, **{"seed": 0} | keys)
 
 
 def test_skewed_clients_can_be_exported_since_all_labels_are_there(tmp_path: Path, call) -> None:
     root, out = layouts.digits(tmp_path / "data"), tmp_path / "skewed.export"
     call("data", "export", "digits", "--data-root", root, "--seeds", "1", "--out", out, *SMALL, "dirichlet=0.1")
-    here, there = (taken(place, 0, dirichlet=0.1) for place in (root, out))
+    here, there = (load_client_images(place, 0, dirichlet=0.1) for place in (root, out))
     assert all(torch.equal(here[client], there[client]) for client in here)
 
 
@@ -174,14 +174,14 @@ def test_the_same_images_give_the_same_file(tmp_path: Path, call) -> None:
 
 
 def test_another_size_there_is_possible_and_has_its_own_fingerprint(digits: Path) -> None:
-    found = data.load_dataset("digits", data.DataRequest(str(digits), size=16))
-    assert found["svhn"].train.images.shape[-1] == 16
-    assert found.identity != data.load_dataset("digits", data.DataRequest(str(digits))).identity
-    assert not any("decode to other bytes" in note for note in found.notes)
+    dataset = data.load_dataset("digits", data.DataRequest(str(digits), size=16))
+    assert dataset["svhn"].train.images.shape[-1] == 16
+    assert dataset.identity != data.load_dataset("digits", data.DataRequest(str(digits))).identity
+    assert not any("decode to other bytes" in note for note in dataset.notes)
 
 
-def changed(path: Path, **keys: object) -> None:
-    """The archive with another manifest."""
+def edit_manifest(path: Path, **keys: object) -> None:
+    """Change values in an archive's manifest."""
     with zipfile.ZipFile(path) as file:
         members = {name: file.read(name) for name in file.namelist()}
     manifest = json.loads(members["manifest.json"]) | keys
@@ -191,10 +191,10 @@ def changed(path: Path, **keys: object) -> None:
 
 
 def test_images_that_decode_otherwise_are_not_passed_off_as_the_same(digits: Path) -> None:
-    changed(digits, fingerprint="0" * 64)
-    found = data.load_dataset("digits", data.DataRequest(str(digits)))
-    assert found.identity != json.loads(zipfile.ZipFile(digits).read("manifest.json"))["identity"]
-    assert "decode to other bytes on this machine" in found.notes[-1]
+    edit_manifest(digits, fingerprint="0" * 64)
+    dataset = data.load_dataset("digits", data.DataRequest(str(digits)))
+    assert dataset.identity != json.loads(zipfile.ZipFile(digits).read("manifest.json"))["identity"]
+    assert "decode to other bytes on this machine" in dataset.notes[-1]
 
 
 def test_an_export_of_another_set_and_several_of_one(digits: Path) -> None:
@@ -233,9 +233,9 @@ def test_a_file_that_is_no_export_is_passed_over(digits: Path, tmp_path: Path, c
     assert len(data.load_dataset("office-caltech", data.DataRequest(str(root), allow_missing=True)).domains) == 1
     done = call("data", "check", "--data-root", root)
     assert done.code == 1, done
-    said = [record.getMessage() for record in caplog.records if ": ignored" in record.getMessage()]
-    assert len(said) == 2  # once for each of them
-    assert "b.export is not an export, or is damaged" in said[1]
+    messages = [record.getMessage() for record in caplog.records if ": ignored" in record.getMessage()]
+    assert len(messages) == 2  # once for each of them
+    assert "b.export is not an export, or is damaged" in messages[1]
 
 
 def test_an_export_cannot_be_exported(digits: Path, call) -> None:
@@ -252,7 +252,7 @@ def test_an_export_cannot_be_exported(digits: Path, call) -> None:
     ids=str,
 )  # fmt: skip
 def test_manifests_that_are_wrong(digits: Path, cache_folder: Path, manifest: dict[str, object]) -> None:
-    changed(digits, **manifest)
+    edit_manifest(digits, **manifest)
     with pytest.raises(ValueError, match=r"digits\.export"):
         data.load_dataset("digits", data.DataRequest(str(digits)))
     assert list(cache_folder.rglob("*")) == []
@@ -260,7 +260,7 @@ def test_manifests_that_are_wrong(digits: Path, cache_folder: Path, manifest: di
 
 @pytest.fixture
 def pets(tmp_path: Path, call) -> tuple[Path, Path]:
-    """Image folders of one's own, and an export of them."""
+    """A user's image folders, and an export of them."""
     for number, name in enumerate(("photos", "sketches")):
         layouts.image_folders(tmp_path / "pets" / name, {"cat": 15, "dog": 15}, number)
     done = call("data", "export", "folder:pets", "--seeds", "1", *SMALL)
@@ -270,10 +270,10 @@ def pets(tmp_path: Path, call) -> tuple[Path, Path]:
 
 @pytest.mark.slow
 def test_an_export_of_own_folders_runs_the_same_there(pets: tuple[Path, Path], call) -> None:
-    one, two = (fedheal.run(Experiment(**KEYS, data=f"folder:{path}"), progress=False) for path in pets)
-    assert one.summary["used_fingerprint"] == two.summary["used_fingerprint"]
-    assert one.summary["data_fingerprint"] == two.summary["data_fingerprint"]
-    assert one.domains == two.domains
+    first, second = (fedheal.run(Experiment(**KEYS, data=f"folder:{path}"), progress=False) for path in pets)
+    assert first.summary["used_fingerprint"] == second.summary["used_fingerprint"]
+    assert first.summary["data_fingerprint"] == second.summary["data_fingerprint"]
+    assert first.domains == second.domains
     with pytest.raises(ValueError, match="images that the exported file does not contain"):
         fedheal.run(Experiment(**KEYS | {"seed": 7}, data=f"folder:{pets[1]}"), progress=False)
     done = call("data", "check", f"folder:{pets[1]}")
@@ -289,7 +289,7 @@ def test_own_folders_say_themselves_where_they_lie(pets: tuple[Path, Path], digi
 
 
 def test_damage_anywhere_is_found_or_harmless(digits: Path, cache_folder: Path) -> None:
-    """A sentence, or the very same images; never a crash, other images or a half cache."""
+    """Loading gives the same images or one error message, and never leaves a partial cache."""
     good = data.load_dataset("digits", data.DataRequest(str(digits)))
     whole, before = digits.read_bytes(), len(list(cache_folder.iterdir()))
     chance = np.random.default_rng(0)
@@ -302,20 +302,20 @@ def test_damage_anywhere_is_found_or_harmless(digits: Path, cache_folder: Path) 
             del broken[int(chance.integers(1, len(whole))) :]
         digits.write_bytes(broken)
         try:
-            found = data.load_dataset("digits", data.DataRequest(str(digits)))
+            dataset = data.load_dataset("digits", data.DataRequest(str(digits)))
         except ValueError:
             refused += 1
         else:
             before += 1
-            assert found.identity == good.identity
+            assert dataset.identity == good.identity
             assert all(
-                torch.equal(a.train.images, b.train.images) for a, b in zip(good.domains, found.domains, strict=True)
+                torch.equal(a.train.images, b.train.images) for a, b in zip(good.domains, dataset.domains, strict=True)
             )
     assert refused >= 30
     assert len(list(cache_folder.iterdir())) == before
 
 
-def rewrite(export: Path, changes: dict[str, bytes], compression: int = zipfile.ZIP_DEFLATED) -> None:
+def rewrite_archive(export: Path, changes: dict[str, bytes], compression: int = zipfile.ZIP_DEFLATED) -> None:
     """Write an export again with other members."""
     with zipfile.ZipFile(export) as file:
         members = {name: file.read(name) for name in file.namelist()} | changes
@@ -331,7 +331,7 @@ def test_an_export_whose_manifest_unpacks_to_too_much(digits: Path, monkeypatch:
 
 
 def test_an_export_that_unpacks_to_more_than_it_states(digits: Path) -> None:
-    rewrite(digits, {"0/whole": bytes(1 << 26)})
+    rewrite_archive(digits, {"0/whole": bytes(1 << 26)})
     digits.write_bytes(digits.read_bytes().replace((1 << 26).to_bytes(4, "little"), (100).to_bytes(4, "little")))
     tracemalloc.start()
     try:
@@ -349,14 +349,14 @@ def test_an_export_with_more_pixels_than_fit(digits: Path, monkeypatch: pytest.M
 
 
 def test_an_export_with_another_compression_is_refused(digits: Path) -> None:
-    """What bzip2 and LZMA unpack to cannot be bounded."""
-    rewrite(digits, {}, zipfile.ZIP_BZIP2)
+    """The unpacked size of bzip2 and LZMA cannot be bounded."""
+    rewrite_archive(digits, {}, zipfile.ZIP_BZIP2)
     with pytest.raises(ValueError, match="or an unknown compression"):
         read_export(digits)
 
 
 def test_an_error_does_not_quote_pages_of_a_damaged_archive(digits: Path) -> None:
-    rewrite(digits, {"0/whole": bytes(9)})
+    rewrite_archive(digits, {"0/whole": bytes(9)})
     with zipfile.ZipFile(digits) as file:
         length = file.getinfo("0/whole").header_offset + 26  # of the member's name, before it
     whole = bytearray(digits.read_bytes())

@@ -41,9 +41,9 @@ def test_classes_in_common_and_all_classes(root: Path) -> None:
 @pytest.mark.parametrize("number", [None, 2, 7])
 def test_everything_is_shared_out_unless_said_otherwise(root: Path, number: int | None) -> None:
     experiment = fedheal.Experiment(data=f"folder:{root}", clients_per_domain=number)
-    found = load_domains(experiment)
-    clients = partition_clients(experiment, found)
-    for domain in found.domains:
+    dataset = load_domains(experiment)
+    clients = partition_clients(experiment, dataset)
+    for domain in dataset.domains:
         sizes = [len(client.indices) for client in clients if client.domain == domain.name]
         assert sizes == [len(domain.train) // (number or 5)] * (number or 5)
 
@@ -51,9 +51,9 @@ def test_everything_is_shared_out_unless_said_otherwise(root: Path, number: int 
 def test_training_and_test_folders_are_kept(tmp_path: Path) -> None:
     layouts.image_folders(tmp_path / "a" / "train", {"x": 3, "y": 4}, 1)
     layouts.image_folders(tmp_path / "a" / "test", {"x": 2, "y": 1}, 2)
-    found = load(tmp_path)["a"]
-    assert found.train.labels.tolist() == [0, 0, 0, 1, 1, 1, 1]
-    assert found.test.labels.tolist() == [0, 0, 1]
+    domain = load(tmp_path)["a"]
+    assert domain.train.labels.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert domain.test.labels.tolist() == [0, 0, 1]
 
 
 def test_any_size_becomes_the_size_asked_for(root: Path) -> None:
@@ -67,10 +67,10 @@ def test_images_that_cannot_be_read_are_named_and_counted(root: Path) -> None:
     (root / "photos" / "dog" / "0002.jpg").write_bytes(b"")
     half = (root / "photos" / "dog" / "0003.jpg").read_bytes()
     (root / "photos" / "dog" / "0003.jpg").write_bytes(half[: len(half) // 2])
-    found = load(root)
-    assert len(found["photos"].train) == len(whole["photos"].train) - 3
-    assert len(found["sketches"].train) == len(whole["sketches"].train)
-    (note,) = (note for note in found.notes if "could not be read" in note)
+    dataset = load(root)
+    assert len(dataset["photos"].train) == len(whole["photos"].train) - 3
+    assert len(dataset["sketches"].train) == len(whole["sketches"].train)
+    (note,) = (note for note in dataset.notes if "could not be read" in note)
     assert note.startswith("photos: 3 images could not be read")
     assert "cat/0001.jpg is not an image" in note
     assert "dog/0003.jpg cannot be decoded" in note
@@ -88,17 +88,17 @@ def test_kinds_of_images(tmp_path: Path) -> None:
         (folder / f"{mode.replace(';', '')}.png").write_bytes(out.getvalue())
     (folder / "notes.txt").write_text("not looked at")
     (folder / ".hidden.png").write_text("not looked at")
-    found = load(tmp_path)
-    assert len(found["a"].train) == 2 + 6 + 2
-    assert "CMYK.png is not an image of a known format" in found.notes[0]
+    dataset = load(tmp_path)
+    assert len(dataset["a"].train) == 2 + 6 + 2
+    assert "CMYK.png is not an image of a known format" in dataset.notes[0]
 
 
 def test_images_in_folders_below_a_class_count(tmp_path: Path) -> None:
     layouts.image_folders(tmp_path / "a", {"x": 10, "y": 10})
     (tmp_path / "a" / "x" / "deep" / "er").mkdir(parents=True)
     shutil.copy(tmp_path / "a" / "x" / "0000.jpg", tmp_path / "a" / "x" / "deep" / "er" / "z.jpg")
-    found = load(tmp_path)["a"]
-    assert len(found.train) + len(found.test) == 21
+    domain = load(tmp_path)["a"]
+    assert len(domain.train) + len(domain.test) == 21
 
 
 def test_domainnets_lists_decide_where_they_are(tmp_path: Path) -> None:
@@ -107,9 +107,9 @@ def test_domainnets_lists_decide_where_they_are(tmp_path: Path) -> None:
         "sketch/bus/0003.jpg 1\nsketch/axe/0001.jpg 0\nsketch/axe/9999.jpg 0\n\n"
     )
     (tmp_path / "domainnet" / "sketch_test.txt").write_text("sketch/axe/0002.jpg 0\n")
-    found = data.load_dataset("domainnet", data.DataRequest(str(tmp_path), allow_missing=True))["sketch"]
-    assert found.train.labels.tolist() == [1, 0]
-    assert found.test.labels.tolist() == [0]
+    domain = data.load_dataset("domainnet", data.DataRequest(str(tmp_path), allow_missing=True))["sketch"]
+    assert domain.train.labels.tolist() == [1, 0]
+    assert domain.test.labels.tolist() == [0]
     (tmp_path / "domainnet" / "sketch_test.txt").write_text("../secret/x.jpg 0\n")
     with pytest.raises(ValueError, match=r"line 1 of .*sketch_test.txt is not"):
         data.load_dataset("domainnet", data.DataRequest(str(tmp_path), allow_missing=True))
@@ -117,8 +117,8 @@ def test_domainnets_lists_decide_where_they_are(tmp_path: Path) -> None:
 
 def test_mnist_m_by_folder(tmp_path: Path) -> None:
     layouts.image_folders(tmp_path / "digits" / "mnist_m", {str(digit): 3 for digit in range(10)})
-    found = data.load_dataset("digits-five", data.DataRequest(str(tmp_path), allow_missing=True))
-    assert [(domain.name, len(domain.train)) for domain in found.domains] == [("mnist_m", 24)]
+    dataset = data.load_dataset("digits-five", data.DataRequest(str(tmp_path), allow_missing=True))
+    assert [(domain.name, len(domain.train)) for domain in dataset.domains] == [("mnist_m", 24)]
 
 
 def test_a_run_on_your_own_folders(root: Path, tmp_path: Path) -> None:
@@ -216,11 +216,13 @@ def test_sixteen_bits_of_grey_keep_their_shades(tmp_path: Path) -> None:
 def test_a_domain_too_small_to_test_with(tmp_path: Path, call, counts: dict[str, int]) -> None:
     layouts.image_folders(tmp_path / "pets" / "big", {"x": 10, "y": 10})
     layouts.image_folders(tmp_path / "pets" / "small", counts)
-    said = f"domain 'small' has {sum(counts.values())} training and 0 test images and needs both; image folders without"
+    messages = (
+        f"domain 'small' has {sum(counts.values())} training and 0 test images and needs both; image folders without"
+    )
     checked, prepared = call("data", "check", "folder:pets"), call("data", "prepare", "folder:pets")
     assert (checked.code, prepared.code) == (2, 2)
-    assert f"small: unusable in pets/small: {said}" in checked.out
-    assert said in prepared.err
+    assert f"small: unusable in pets/small: {messages}" in checked.out
+    assert messages in prepared.err
 
 
 def test_a_folder_without_domains_and_one_too_high(tmp_path: Path, call) -> None:

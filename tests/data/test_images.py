@@ -23,8 +23,8 @@ def test_shrinking_averages_instead_of_picking_pixels() -> None:
 
 def test_enlarging_interpolates() -> None:
     """Two columns, 0 and 240, on four: centres at -0.25, 0.25, 0.75 and 1.25, so 0, 60, 180, 240."""
-    two = Image.fromarray(np.array([[0, 240], [0, 240]], np.uint8))
-    assert images.resize_image(two, 4)[0, 0].tolist() == [0, 60, 180, 240]
+    image = Image.fromarray(np.array([[0, 240], [0, 240]], np.uint8))
+    assert images.resize_image(image, 4)[0, 0].tolist() == [0, 60, 180, 240]
 
 
 def test_an_oblong_image_is_squeezed_not_cut() -> None:
@@ -39,17 +39,17 @@ def test_an_oblong_image_is_squeezed_not_cut() -> None:
 def test_all_come_in_order_a_few_at_a_time(size: int) -> None:
     shades = [Image.new("L", (3, 3), i % 251) for i in range(600 if size <= 192 else 40)]
     batches = list(images.decode_batches(len(shades), shades.__getitem__, size))
-    assert [int(one[0, 0, 0]) for batch in batches for one in batch] == [i % 251 for i in range(len(shades))]
+    assert [int(image[0, 0, 0]) for batch in batches for image in batch] == [i % 251 for i in range(len(shades))]
     assert all(len(batch) * 3 * size * size <= images.BATCH_BYTES for batch in batches)
 
 
 def test_what_cannot_be_read_does_not_stop_the_others() -> None:
-    def image(index: int) -> Image.Image:
+    def decode(index: int) -> Image.Image:
         return images.decode_image(b"no" if index == 3 else layouts.picture(index), f"image-{index}")
 
-    (found,) = images.decode_batches(6, image, 16)
-    assert [isinstance(one, images.UnreadableImageError) for one in found] == [False] * 3 + [True] + [False] * 2
-    assert "image-3 is not an image" in str(found[3])
+    (decoded,) = images.decode_batches(6, decode, 16)
+    assert [isinstance(image, images.UnreadableImageError) for image in decoded] == [False] * 3 + [True] + [False] * 2
+    assert "image-3 is not an image" in str(decoded[3])
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")

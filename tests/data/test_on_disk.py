@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 import layouts
+from disk_hooks import raise_disk_full
 from fedheal import data
 from fedheal.data import cache
 from fedheal.data.domains import fingerprint
@@ -29,29 +30,29 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_digits_are_32_pixels_rgb_in_the_papers_order(root: Path) -> None:
-    found = load("digits", root)
-    assert [domain.name for domain in found.domains] == ["mnist", "usps", "svhn", "syn_standin"]
-    assert [(len(d.train), len(d.test)) for d in found.domains] == [(40, 20), (30, 20), (40, 20), (30, 20)]
-    for domain in found.domains:
+    dataset = load("digits", root)
+    assert [domain.name for domain in dataset.domains] == ["mnist", "usps", "svhn", "syn_standin"]
+    assert [(len(d.train), len(d.test)) for d in dataset.domains] == [(40, 20), (30, 20), (40, 20), (30, 20)]
+    for domain in dataset.domains:
         assert domain.train.images.shape[1:] == (3, 32, 32)
         assert domain.train.images.dtype == torch.uint8
         assert domain.train.labels.tolist() == [i % 10 for i in range(len(domain.train))]
-    assert found.classes == tuple("0123456789")
+    assert dataset.classes == tuple("0123456789")
 
 
 def test_one_percent_is_of_the_whole_set_whatever_is_on_disk(root: Path) -> None:
-    found = load("digits", root)
-    assert found.clients_per_domain == (5, 5, 5, 5)
-    assert found.samples_per_client == (600, 72, 732, 100)
-    assert [domain.nominal for domain in found.domains] == [60_000, 7_291, 73_257, 10_000]
+    dataset = load("digits", root)
+    assert dataset.clients_per_domain == (5, 5, 5, 5)
+    assert dataset.samples_per_client == (600, 72, 732, 100)
+    assert [domain.nominal for domain in dataset.domains] == [60_000, 7_291, 73_257, 10_000]
 
 
 def test_ten_percent_of_office_caltech(tmp_path: Path) -> None:
-    found = load("office-caltech", layouts.office_caltech(tmp_path))
-    assert [domain.name for domain in found.domains] == ["caltech", "amazon", "webcam", "dslr"]
-    assert found.samples_per_client == (89, 76, 23, 12)
-    assert [domain.nominal for domain in found.domains] == [899, 768, 237, 127]
-    assert found.domains[0].train.images.shape[1:] == (3, 192, 192)
+    dataset = load("office-caltech", layouts.office_caltech(tmp_path))
+    assert [domain.name for domain in dataset.domains] == ["caltech", "amazon", "webcam", "dslr"]
+    assert dataset.samples_per_client == (89, 76, 23, 12)
+    assert [domain.nominal for domain in dataset.domains] == [899, 768, 237, 127]
+    assert dataset.domains[0].train.images.shape[1:] == (3, 192, 192)
 
 
 def test_the_papers_test_sets_of_office_caltech() -> None:
@@ -66,14 +67,14 @@ def test_a_share_is_of_the_decimal_that_was_written() -> None:
 def test_of_every_ten_images_sorted_by_class_and_name_the_first_eight_train(tmp_path: Path) -> None:
     """70 images of ten classes, seven each: image i is 0000.jpg to 0006.jpg of class i // 7."""
     root = layouts.office_caltech(tmp_path, ("dslr",))
-    found = load("office-caltech", root, allow_missing=True)["dslr"]
+    domain = load("office-caltech", root, allow_missing=True)["dslr"]
     order = [(c, i) for c in range(10) for i in range(7)]
-    assert found.train.labels.tolist() == [c for k, (c, _) in enumerate(order) if k % 10 <= 7]
-    assert found.test.labels.tolist() == [c for k, (c, _) in enumerate(order) if k % 10 > 7]
-    assert (len(found.train), len(found.test)) == (56, 14)
+    assert domain.train.labels.tolist() == [c for k, (c, _) in enumerate(order) if k % 10 <= 7]
+    assert domain.test.labels.tolist() == [c for k, (c, _) in enumerate(order) if k % 10 > 7]
+    assert (len(domain.train), len(domain.test)) == (56, 14)
     path = root / "office_caltech_10" / "dslr" / "bike" / "0001.jpg"  # number 8, so the first for testing
     image = np.asarray(Image.open(path).convert("RGB").resize((192, 192), Image.Resampling.BILINEAR))
-    assert np.array_equal(found.test.images[0].numpy(), image.transpose(2, 0, 1))
+    assert np.array_equal(domain.test.images[0].numpy(), image.transpose(2, 0, 1))
 
 
 def test_grey_images_are_resized_as_grey_and_repeated(root: Path) -> None:
@@ -93,8 +94,8 @@ def test_images_of_the_right_size_keep_every_bit(root: Path) -> None:
 @pytest.mark.parametrize("inside", ["digits", ""])
 def test_domains_may_lie_in_a_folder_of_the_set_or_in_the_root(tmp_path: Path, inside: str) -> None:
     layouts.mnist(tmp_path / inside / "mnist", zipped=False)
-    found = load("digits", tmp_path, allow_missing=True)
-    assert [domain.name for domain in found.domains] == ["mnist"]
+    dataset = load("digits", tmp_path, allow_missing=True)
+    assert [domain.name for domain in dataset.domains] == ["mnist"]
 
 
 def test_torchvisions_places_are_known(tmp_path: Path) -> None:
@@ -103,8 +104,8 @@ def test_torchvisions_places_are_known(tmp_path: Path) -> None:
     layouts.svhn(tmp_path / "b")
     for path in [*(tmp_path / "a").iterdir(), *(tmp_path / "b").iterdir()]:
         shutil.move(path, tmp_path / path.name)
-    found = load("digits", tmp_path, allow_missing=True)
-    assert [domain.name for domain in found.domains] == ["mnist", "usps", "svhn"]
+    dataset = load("digits", tmp_path, allow_missing=True)
+    assert [domain.name for domain in dataset.domains] == ["mnist", "usps", "svhn"]
 
 
 def test_the_environment_variable_and_the_field_that_wins(root: Path, tmp_path: Path, monkeypatch) -> None:
@@ -125,18 +126,18 @@ def test_nothing_said_and_nothing_there(tmp_path: Path) -> None:
 def test_syn_as_image_folders(tmp_path: Path) -> None:
     for part, each in (("train", 4), ("val", 2)):
         layouts.image_folders(tmp_path / "syn" / part, {str(d): each for d in range(10)}, suffix=".png")
-    found = load("digits", tmp_path, allow_missing=True)["syn"]
-    assert (len(found.train), len(found.test)) == (40, 20)
-    assert found.test.labels.tolist() == [d for d in range(10) for _ in range(2)]
+    domain = load("digits", tmp_path, allow_missing=True)["syn"]
+    assert (len(domain.train), len(domain.test)) == (40, 20)
+    assert domain.test.labels.tolist() == [d for d in range(10) for _ in range(2)]
 
 
 def test_the_real_syn_is_preferred_to_the_stand_in(root: Path) -> None:
     assert any("syn_standin stands in for syn" in note for note in load("digits", root).notes)
     layouts.syn(root / "digits" / "syn", train=33)
-    found = load("digits", root)
-    assert [domain.name for domain in found.domains][3] == "syn"
-    assert len(found["syn"].train) == 33
-    assert not any("stands in" in note for note in found.notes)
+    dataset = load("digits", root)
+    assert [domain.name for domain in dataset.domains][3] == "syn"
+    assert len(dataset["syn"].train) == 33
+    assert not any("stands in" in note for note in dataset.notes)
 
 
 # What is missing
@@ -148,9 +149,9 @@ def test_a_missing_domain_is_named_with_where_it_can_be_had(tmp_path: Path) -> N
         ValueError, match=r"lacks 1 of 4 domains.*office_caltech_10/caltech.*https://.*allow_missing=true"
     ):
         load("office-caltech", root)
-    found = load("office-caltech", root, allow_missing=True)
-    assert [domain.name for domain in found.domains] == ["amazon", "webcam", "dslr"]
-    assert "caltech is not on disk: results are over 3 of 4 domains" in found.notes
+    dataset = load("office-caltech", root, allow_missing=True)
+    assert [domain.name for domain in dataset.domains] == ["amazon", "webcam", "dslr"]
+    assert "caltech is not on disk: results are over 3 of 4 domains" in dataset.notes
 
 
 def test_one_missing_file_is_named(root: Path) -> None:
@@ -168,34 +169,34 @@ def test_the_notes_say_how_much_is_on_disk(root: Path) -> None:
 # Prepared once
 
 
-def prepared(cache_folder: Path) -> list[Path]:
+def list_prepared(cache_folder: Path) -> list[Path]:
     return sorted(cache_folder.iterdir()) if cache_folder.exists() else []
 
 
 def test_images_are_decoded_once(root: Path, cache_folder: Path, monkeypatch) -> None:
     first = load("digits", root)
-    assert len(prepared(cache_folder)) == 1
+    assert len(list_prepared(cache_folder)) == 1
     monkeypatch.setattr(cache.images, "decode_batches", lambda *_: pytest.fail("decoded again"))
     again = load("digits", root)
     assert fingerprint(again) == fingerprint(first) == first.identity
 
 
 def test_the_fingerprint_is_that_of_the_bytes(root: Path) -> None:
-    found = load("digits", root)
-    in_memory = data.Domains(found.name, found.classes, found.domains, (5,) * 4, (1,) * 4)
-    assert found.identity == fingerprint(in_memory)
+    dataset = load("digits", root)
+    in_memory = data.Domains(dataset.name, dataset.classes, dataset.domains, (5,) * 4, (1,) * 4)
+    assert dataset.identity == fingerprint(in_memory)
 
 
 def test_other_files_sizes_or_classes_are_prepared_anew(root: Path, cache_folder: Path) -> None:
-    one = load("digits", root)
+    first = load("digits", root)
     assert load("digits", root, size=16)["mnist"].train.images.shape[-1] == 16
-    assert len(prepared(cache_folder)) == 2
+    assert len(list_prepared(cache_folder)) == 2
     shutil.rmtree(root / "digits" / "usps")
     layouts.usps(root / "digits" / "usps", train=31)
-    two = load("digits", root)
-    assert len(prepared(cache_folder)) == 3
-    assert one.identity != two.identity
-    assert len(two["usps"].train) == 31
+    second = load("digits", root)
+    assert len(list_prepared(cache_folder)) == 3
+    assert first.identity != second.identity
+    assert len(second["usps"].train) == 31
 
 
 def test_what_is_written_to_the_images_does_not_reach_the_file(root: Path) -> None:
@@ -206,7 +207,7 @@ def test_what_is_written_to_the_images_does_not_reach_the_file(root: Path) -> No
 @pytest.mark.parametrize("damage", ["0.train.images", "1.test.labels", "manifest.json"])
 def test_a_damaged_cache_is_said_and_made_anew(root: Path, cache_folder: Path, call, damage: str) -> None:
     load("digits", root)
-    path = prepared(cache_folder)[0] / damage
+    path = list_prepared(cache_folder)[0] / damage
     path.write_bytes(path.read_bytes()[:-7])
     with pytest.raises(ValueError, match="are damaged"):
         load("digits", root)
@@ -217,16 +218,16 @@ def test_a_damaged_cache_is_said_and_made_anew(root: Path, cache_folder: Path, c
 @pytest.mark.parametrize(
     "change",
     [
-        lambda said: {},
-        lambda said: said | {"size": "large"},
-        lambda said: said | {"format": "another"},
-        lambda said: said | {"domains": [{"name": "mnist"}]},
-        lambda said: [said],
+        lambda manifest: {},
+        lambda manifest: manifest | {"size": "large"},
+        lambda manifest: manifest | {"format": "another"},
+        lambda manifest: manifest | {"domains": [{"name": "mnist"}]},
+        lambda manifest: [manifest],
     ],
 )
 def test_a_manifest_that_somebody_made_something_else_of_is_damage(root: Path, cache_folder: Path, change) -> None:
     load("digits", root)
-    path = prepared(cache_folder)[0] / "manifest.json"
+    path = list_prepared(cache_folder)[0] / "manifest.json"
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
     with pytest.raises(ValueError, match=r"the prepared data in .* are damaged: remove that folder"):
         load("digits", root)
@@ -235,24 +236,21 @@ def test_a_manifest_that_somebody_made_something_else_of_is_damage(root: Path, c
 def test_two_processes_that_prepare_at_once_both_get_it(root: Path, cache_folder: Path, monkeypatch) -> None:
     make = cache._write_data
 
-    def meanwhile(recipe: cache.CacheInputs, folder: Path) -> None:
+    def prepare_twice(recipe: cache.CacheInputs, folder: Path) -> None:
         monkeypatch.setattr(cache, "_write_data", make)
         load("digits", root)  # another process is faster
         make(recipe, folder)
 
-    monkeypatch.setattr(cache, "_write_data", meanwhile)
+    monkeypatch.setattr(cache, "_write_data", prepare_twice)
     assert len(load("digits", root).domains) == 4
-    assert len(prepared(cache_folder)) == 1
+    assert len(list_prepared(cache_folder)) == 1
 
 
 def test_a_full_disk_leaves_nothing(root: Path, cache_folder: Path, monkeypatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(cache, "_write_integers", full)
+    monkeypatch.setattr(cache, "_write_integers", raise_disk_full)
     with pytest.raises(OSError, match="No space left"):
         load("digits", root)
-    assert prepared(cache_folder) == []
+    assert list_prepared(cache_folder) == []
 
 
 def test_what_killed_processes_left_goes_after_a_day(root: Path, cache_folder: Path) -> None:
@@ -263,7 +261,7 @@ def test_what_killed_processes_left_goes_after_a_day(root: Path, cache_folder: P
         when = (cache_folder / name).stat().st_mtime - age
         os.utime(cache_folder / name, (when, when))
     load("digits", root)
-    assert [path.name for path in prepared(cache_folder) if path.name.startswith(".")] == [".making-new"]
+    assert [path.name for path in list_prepared(cache_folder) if path.name.startswith(".")] == [".making-new"]
 
 
 def test_classes_that_a_domain_cannot_be_judged_by_are_noted(tmp_path: Path) -> None:

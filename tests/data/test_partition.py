@@ -14,7 +14,7 @@ CLIENTS = {"street": 4, "print": 2}
 SAMPLES = {"street": 20, "print": 20}
 
 
-def by_id(clients: tuple[Client, ...]) -> dict[str, list[int]]:
+def map_indices(clients: tuple[Client, ...]) -> dict[str, list[int]]:
     return {client.id: client.indices.tolist() for client in clients}
 
 
@@ -26,11 +26,11 @@ def test_names_domains_and_sizes() -> None:
 
 
 def test_clients_of_a_domain_share_no_sample() -> None:
-    held = by_id(partition_samples(SIZES, CLIENTS, SAMPLES, seed=3))
-    street = [i for name, indices in held.items() if name.startswith("street") for i in indices]
+    indices_by_client = map_indices(partition_samples(SIZES, CLIENTS, SAMPLES, seed=3))
+    street = [i for name, indices in indices_by_client.items() if name.startswith("street") for i in indices]
     assert len(set(street)) == 80
     assert set(street) <= set(range(100))
-    assert sorted(held["print-0"] + held["print-1"]) == list(range(40))  # all of it
+    assert sorted(indices_by_client["print-0"] + indices_by_client["print-1"]) == list(range(40))  # all of it
 
 
 def test_known_samples() -> None:
@@ -40,10 +40,10 @@ def test_known_samples() -> None:
 
 
 def test_depends_on_seed_and_domain_only() -> None:
-    both = by_id(partition_samples(SIZES, CLIENTS, SAMPLES, seed=1))
-    alone = by_id(partition_samples({"street": 100}, CLIENTS, SAMPLES, seed=1))
-    fewer = by_id(partition_samples(SIZES, {"street": 2, "print": 1}, SAMPLES, seed=1))
-    other = by_id(partition_samples(SIZES, CLIENTS, SAMPLES, seed=2))
+    both = map_indices(partition_samples(SIZES, CLIENTS, SAMPLES, seed=1))
+    alone = map_indices(partition_samples({"street": 100}, CLIENTS, SAMPLES, seed=1))
+    fewer = map_indices(partition_samples(SIZES, {"street": 2, "print": 1}, SAMPLES, seed=1))
+    other = map_indices(partition_samples(SIZES, CLIENTS, SAMPLES, seed=2))
     same = partition_samples({"a": 50, "b": 50}, {"a": 1, "b": 1}, {"a": 50, "b": 50}, seed=1)
     assert both == both | alone
     assert both == both | fewer

@@ -34,8 +34,8 @@ def test_a_name_is_shown_as_it_is_in_tables(name, capsys):
     assert capsys.readouterr().out.count(name) == 2
     trial = Trial({"data": name}, NUMBERS)
     cli_show.show_search(Search({"data": [name]}, {}, [0], Path("there")), [trial], trial)
-    shown = capsys.readouterr().out
-    assert shown.partition("The runs are in")[0].count(name) == 2  # in the table, and where it says what was chosen
+    output = capsys.readouterr().out
+    assert output.partition("The runs are in")[0].count(name) == 2  # in the table, and where it says what was chosen
 
 
 @pytest.mark.parametrize("live", [True, False])
@@ -63,8 +63,8 @@ def test_a_domain_is_shown_as_it_is_called_where_data_are_shown(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     checked = CliRunner().invoke(app, ["data", "check", "folder:photos"])
     assert checked.output.count("[old]") > 1, checked.output  # in the table, and in the line below it
-    shown = CliRunner().invoke(app, ["data", "show", "folder:photos", "--clients", "clients_per_domain=1"])
-    assert "[red]x" in shown.output, shown.output
+    result = CliRunner().invoke(app, ["data", "show", "folder:photos", "--clients", "clients_per_domain=1"])
+    assert "[red]x" in result.output, result.output
 
 
 def make_data(*classes: str, domain: str = "a") -> tuple[Domains, tuple[Client, ...]]:

@@ -29,9 +29,9 @@ def test_idx_with_and_without_gzip(tmp_path: Path) -> None:
 def test_idx_images_and_labels_belong_together(tmp_path: Path) -> None:
     (tmp_path / "images").write_bytes(layouts.idx(layouts.pixels(0, 5, 28, 28)))
     (tmp_path / "labels").write_bytes(layouts.idx(layouts.labels(5)))
-    found = read_idx_images(tmp_path / "images", tmp_path / "labels", 10)
-    assert found.labels.tolist() == [0, 1, 2, 3, 4]
-    assert found.image(3).mode == "L"
+    split = read_idx_images(tmp_path / "images", tmp_path / "labels", 10)
+    assert split.labels.tolist() == [0, 1, 2, 3, 4]
+    assert split.image(3).mode == "L"
     (tmp_path / "labels").write_bytes(layouts.idx(layouts.labels(6)))
     with pytest.raises(ValueError, match="5 images, but labels has 6 labels"):
         read_idx_images(tmp_path / "images", tmp_path / "labels", 10)
@@ -40,20 +40,20 @@ def test_idx_images_and_labels_belong_together(tmp_path: Path) -> None:
 def test_usps_labels_count_from_one_and_values_run_from_minus_one_to_one(tmp_path: Path) -> None:
     """-1 is black, 1 is white, and 0 is 127: (0 + 1) / 2 * 255 = 127.5, cut off. What is not named is black."""
     (tmp_path / "usps.bz2").write_bytes(bz2.compress(b"10 1:-1 2:1 3:0 256:0.5\n1 2:-0.5\n"))
-    found = read_libsvm_images(tmp_path / "usps.bz2", 10)
-    assert found.labels.tolist() == [9, 0]
-    assert found.array.shape == (2, 16, 16)
-    assert found.array[0, 0, :4].tolist() == [0, 255, 127, 0]
-    assert found.array[0, 15, 15] == 191
-    assert found.array[1].sum() == 63
+    split = read_libsvm_images(tmp_path / "usps.bz2", 10)
+    assert split.labels.tolist() == [9, 0]
+    assert split.array.shape == (2, 16, 16)
+    assert split.array[0, 0, :4].tolist() == [0, 255, 127, 0]
+    assert split.array[0, 15, 15] == 191
+    assert split.array[1].sum() == 63
 
 
 def test_svhn_writes_ten_for_zero_and_has_the_images_last(tmp_path: Path) -> None:
     cube = layouts.pixels(0, 32, 32, 3, 4)
     savemat(tmp_path / "train_32x32.mat", {"X": cube, "y": np.array([[10], [1], [9], [10]], np.uint8)})
-    found = read_mat_images(tmp_path / "train_32x32.mat", 10, SVHN_NAMES)
-    assert found.labels.tolist() == [0, 1, 9, 0]
-    assert np.array_equal(np.asarray(found.image(2)), cube[:, :, :, 2])
+    split = read_mat_images(tmp_path / "train_32x32.mat", 10, SVHN_NAMES)
+    assert split.labels.tolist() == [0, 1, 9, 0]
+    assert np.array_equal(np.asarray(split.image(2)), cube[:, :, :, 2])
 
 
 def test_syn_labels_are_the_digits(tmp_path: Path) -> None:
@@ -61,18 +61,18 @@ def test_syn_labels_are_the_digits(tmp_path: Path) -> None:
     assert read_mat_images(tmp_path / "s.mat", 10, MatNames()).labels.tolist() == [0, 9, 5]
 
 
-def lying_idx(*sizes: int) -> bytes:
+def make_lying_idx(*sizes: int) -> bytes:
     return struct.pack(f">HBB{len(sizes)}I", 0, 8, len(sizes), *sizes) + b"\0" * 100
 
 
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        (lying_idx(60000, 28, 28), "ends after 100 of 47,040,000 expected bytes"),
-        (lying_idx(2**32 - 1, 2**32 - 1, 2**32 - 1), "invalid header"),
-        (lying_idx(0, 28, 28), "invalid header"),
-        (lying_idx(1, 2, 3), "more than the 6 bytes that its header states"),
-        (lying_idx(100), "with 3 dimension"),
+        (make_lying_idx(60000, 28, 28), "ends after 100 of 47,040,000 expected bytes"),
+        (make_lying_idx(2**32 - 1, 2**32 - 1, 2**32 - 1), "invalid header"),
+        (make_lying_idx(0, 28, 28), "invalid header"),
+        (make_lying_idx(1, 2, 3), "more than the 6 bytes that its header states"),
+        (make_lying_idx(100), "with 3 dimension"),
         (b"\0\0\x0d\x03" + b"\0" * 40, "not an idx file of unsigned bytes"),
         (b"\0\0", "ends after 2 of 4 expected bytes"),
         (b"", "ends after 0 of 4 expected bytes"),
@@ -88,7 +88,7 @@ def test_idx_headers_that_lie(tmp_path: Path, data: bytes, sentence: str) -> Non
 def test_a_lying_idx_header_allocates_nothing(tmp_path: Path) -> None:
     import tracemalloc
 
-    (tmp_path / "lying").write_bytes(lying_idx(2**30 // 784, 28, 28))
+    (tmp_path / "lying").write_bytes(make_lying_idx(2**30 // 784, 28, 28))
     tracemalloc.start()
     with pytest.raises(ValueError, match="ends after"):
         read_idx_array(tmp_path / "lying", 3)
@@ -178,9 +178,9 @@ CELLS[0, 0], CELLS[0, 1] = layouts.pixels(0, 4, 1, 28, 28), np.eye(10)[:4]
 
 def test_images_in_cells_with_one_hot_labels(tmp_path: Path) -> None:
     savemat(tmp_path / "f.mat", {"before": "text", "d": CELLS})
-    found = read_mat_images(tmp_path / "f.mat", 10, CELL_NAMES)
-    assert np.array_equal(found.array, CELLS[0, 0][:, 0])
-    assert found.labels.tolist() == [0, 1, 2, 3]
+    split = read_mat_images(tmp_path / "f.mat", 10, CELL_NAMES)
+    assert np.array_equal(split.array, CELLS[0, 0][:, 0])
+    assert split.labels.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -214,15 +214,15 @@ def test_too_many_cells(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "names", "zipped"),
+    ("arrays", "names", "zipped"),
     [(GOOD, SVHN_NAMES, True), (GOOD, SVHN_NAMES, False), ({"d": CELLS}, CELL_NAMES, False)],
 )
 def test_matlab_files_cut_off_or_flipped_anywhere_are_a_sentence_or_read(
-    tmp_path: Path, held: dict[str, object], names: MatNames, zipped: bool
+    tmp_path: Path, arrays: dict[str, object], names: MatNames, zipped: bool
 ) -> None:
-    """Nothing but ValueError, whatever the damage; and no crash of the reader."""
+    """Damage raises ValueError and never crashes the reader."""
     path = tmp_path / "f.mat"
-    savemat(path, held, do_compression=zipped)
+    savemat(path, arrays, do_compression=zipped)
     whole = path.read_bytes()
     chance = np.random.default_rng(0)
     refused = 0

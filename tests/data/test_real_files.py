@@ -49,22 +49,22 @@ def office(root: str) -> data.Domains:
     return data.load_dataset("office-caltech", data.DataRequest(root, allow_missing=True))
 
 
-def balance(split: data.domains.Split) -> list[int]:
+def count_labels(split: data.domains.Split) -> list[int]:
     return np.bincount(split.labels.numpy(), minlength=10).tolist()
 
 
 def test_counts_and_balance_of_mnist_and_usps(digits: data.Domains) -> None:
     mnist, usps = digits["mnist"], digits["usps"]
-    assert (balance(mnist.train), balance(mnist.test)) == (MNIST_BALANCE, MNIST_TEST_BALANCE)
-    assert (balance(usps.train), balance(usps.test)) == (USPS_BALANCE, USPS_TEST_BALANCE)
+    assert (count_labels(mnist.train), count_labels(mnist.test)) == (MNIST_BALANCE, MNIST_TEST_BALANCE)
+    assert (count_labels(usps.train), count_labels(usps.test)) == (USPS_BALANCE, USPS_TEST_BALANCE)
     assert (len(mnist.train), len(mnist.test), len(usps.train), len(usps.test)) == (60_000, 10_000, 7_291, 2_007)
 
 
 def test_svhn_and_the_stand_in_hold_all_digits(digits: data.Domains) -> None:
     for name in ("svhn", digits.domains[3].name):
         for split in (digits[name].train, digits[name].test):
-            assert min(balance(split)) > 0.05 * len(split)
-    street = balance(digits["svhn"].train)
+            assert min(count_labels(split)) > 0.05 * len(split)
+    street = count_labels(digits["svhn"].train)
     assert street.index(max(street)) == 1  # house numbers begin with one more often than not
 
 

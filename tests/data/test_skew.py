@@ -17,19 +17,19 @@ from fedheal.simulate.experiment import Experiment
 LABELS = torch.arange(1000) % 10
 
 
-def split(
+def make_clients(
     seed: int = 0, clients: int = 4, each: int = 50, validation: float = 0.0, **skew: object
 ) -> tuple[Client, ...]:
     sizes = {"street": 1000}, {"street": clients}, {"street": each}
     return partition_samples(*sizes, seed, {"street": LABELS}, Skew(**skew), validation)
 
 
-def counts(clients: tuple[Client, ...]) -> np.ndarray:
+def count_labels(clients: tuple[Client, ...]) -> np.ndarray:
     return np.stack([np.bincount(LABELS[c.indices], minlength=10) for c in clients])
 
 
 def test_the_smaller_alpha_the_more_of_one_class() -> None:
-    largest = [counts(split(dirichlet=alpha)).max(axis=1).mean() / 50 for alpha in (0.05, 0.5, 5, 500)]
+    largest = [count_labels(make_clients(dirichlet=alpha)).max(axis=1).mean() / 50 for alpha in (0.05, 0.5, 5, 500)]
     assert largest == sorted(largest, reverse=True)
     assert largest[0] > 0.6
     assert largest[3] < 0.2
@@ -53,13 +53,13 @@ def test_shares_so_skewed_that_numbers_underflow_are_still_shares() -> None:
 
 
 def test_dirichlet_clients_are_disjoint_and_full() -> None:
-    clients = split(clients=20, each=50, dirichlet=0.1)  # all of it
+    clients = make_clients(clients=20, each=50, dirichlet=0.1)  # all of it
     assert [len(c.indices) for c in clients] == [50] * 20
     assert sorted(torch.cat([c.indices for c in clients]).tolist()) == list(range(1000))
 
 
 def test_a_client_keeps_its_samples_when_clients_are_added_behind_it() -> None:
-    few, many = split(clients=3, dirichlet=0.3), split(clients=6, dirichlet=0.3)
+    few, many = make_clients(clients=3, dirichlet=0.3), make_clients(clients=6, dirichlet=0.3)
     assert all(torch.equal(a.indices, b.indices) for a, b in zip(few, many, strict=False))
 
 
@@ -76,37 +76,39 @@ def test_known_samples_with_skew() -> None:
 
 
 def test_another_seed_and_another_domain_are_skewed_otherwise() -> None:
-    assert (counts(split(seed=0, dirichlet=0.3)) != counts(split(seed=1, dirichlet=0.3))).any()
+    assert (
+        count_labels(make_clients(seed=0, dirichlet=0.3)) != count_labels(make_clients(seed=1, dirichlet=0.3))
+    ).any()
     both = partition_samples(
         {"a": 1000, "b": 1000}, {"a": 1, "b": 1}, {"a": 50, "b": 50}, 0, {"a": LABELS, "b": LABELS}, Skew(dirichlet=0.3)
     )
-    assert (counts(both)[0] != counts(both)[1]).any()
+    assert (count_labels(both)[0] != count_labels(both)[1]).any()
 
 
 def test_filling_gives_every_client_every_class_at_the_same_size() -> None:
-    plain, filled = split(clients=20, each=12), split(clients=20, each=12, class_filling=True)
-    assert (counts(plain) == 0).any()
-    assert (counts(filled) >= 1).all()
+    plain, filled = make_clients(clients=20, each=12), make_clients(clients=20, each=12, class_filling=True)
+    assert (count_labels(plain) == 0).any()
+    assert (count_labels(filled) >= 1).all()
     assert [len(set(c.indices.tolist())) for c in filled] == [12] * 20
 
 
 def test_filling_changes_no_more_than_it_must() -> None:
     """As many samples are replaced as classes are missing, when nobody came before."""
-    (plain,), (filled,) = split(clients=1, each=12), split(clients=1, each=12, class_filling=True)
-    missing = int((counts((plain,)) == 0).sum())
+    (plain,), (filled,) = make_clients(clients=1, each=12), make_clients(clients=1, each=12, class_filling=True)
+    missing = int((count_labels((plain,)) == 0).sum())
     assert missing > 0
     assert len(set(plain.indices.tolist()) - set(filled.indices.tolist())) == missing
 
 
 def test_filling_where_there_are_fewer_samples_than_classes() -> None:
-    filled = split(clients=3, each=4, class_filling=True)
-    assert (counts(filled).max(axis=1) == 1).all()
+    filled = make_clients(clients=3, each=4, class_filling=True)
+    assert (count_labels(filled).max(axis=1) == 1).all()
 
 
 @pytest.mark.parametrize("validation", [0.1, 0.25, 0.5])
 def test_nobody_trains_with_what_a_client_holds_out_and_fillers_are_not_held_out(validation: float) -> None:
-    plain = split(clients=20, each=20, validation=validation)
-    filled = split(clients=20, each=20, class_filling=True, validation=validation)
+    plain = make_clients(clients=20, each=20, validation=validation)
+    filled = make_clients(clients=20, each=20, class_filling=True, validation=validation)
     held_out = [client.indices[-client.held_out :] for client in filled]
     trained = [client.indices[: -client.held_out] for client in filled]
     assert {client.held_out for client in filled} == {round(20 * validation)}
@@ -134,7 +136,7 @@ def test_a_federation_trains_with_nothing_that_it_holds_out() -> None:
 
 
 def test_filling_when_all_samples_of_a_domain_are_shared_out() -> None:
-    filled = split(clients=20, each=50, class_filling=True, validation=0.2)
+    filled = make_clients(clients=20, each=50, class_filling=True, validation=0.2)
     assert [len(client.indices) for client in filled] == [50] * 20
 
 
@@ -162,19 +164,19 @@ def test_skew_of_labels_needs_labels() -> None:
 
 
 def test_each_client_holds_as_many_classes_as_asked_and_every_class_has_as_many_clients() -> None:
-    clients = split(clients=5, each=50, pathological=4)
-    held = counts(clients)
-    assert ((held > 0).sum(axis=1) == 4).all()
-    assert ((held > 0).sum(axis=0) == 2).all()  # 5 clients x 4 classes = 10 classes x 2 clients
-    assert sorted(set(held[held > 0].tolist())) == [12, 13]
+    clients = make_clients(clients=5, each=50, pathological=4)
+    counts = count_labels(clients)
+    assert ((counts > 0).sum(axis=1) == 4).all()
+    assert ((counts > 0).sum(axis=0) == 2).all()  # 5 clients x 4 classes = 10 classes x 2 clients
+    assert sorted(set(counts[counts > 0].tolist())) == [12, 13]
     assert [len(c.indices) for c in clients] == [50] * 5
     assert len(set(torch.cat([c.indices for c in clients]).tolist())) == 250
-    assert (counts(split(seed=1, clients=5, each=50, pathological=4)) != held).any()
+    assert (count_labels(make_clients(seed=1, clients=5, each=50, pathological=4)) != counts).any()
 
 
 def test_a_client_whose_classes_run_out_holds_fewer() -> None:
     """Two clients hold only class 2, of which there are 100 images, 50 for each."""
-    clients = split(clients=11, each=90, pathological=1)
+    clients = make_clients(clients=11, each=90, pathological=1)
     assert sorted(len(c.indices) for c in clients) == [50, 50, *[90] * 9]
 
 
@@ -191,7 +193,7 @@ def test_classes_that_a_domain_lacks_are_not_asked_for() -> None:
 def test_sizes_are_skewed_the_more_the_smaller_alpha_and_the_total_stays() -> None:
     largest = []
     for alpha in (0.1, 1.0, 100.0):
-        clients = split(clients=10, each=100, quantity=alpha)
+        clients = make_clients(clients=10, each=100, quantity=alpha)
         sizes = [len(c.indices) for c in clients]
         assert sorted(torch.cat([c.indices for c in clients]).tolist()) == list(range(1000))
         assert min(sizes) >= 10
@@ -203,8 +205,8 @@ def test_sizes_are_skewed_the_more_the_smaller_alpha_and_the_total_stays() -> No
 
 @pytest.mark.parametrize("labels", [{"dirichlet": 0.3}, {"pathological": 3}])
 def test_sizes_and_labels_may_be_skewed_together(labels: dict[str, float]) -> None:
-    clients = split(clients=4, each=60, quantity=0.5, validation=0.2, **labels)
-    alone = split(clients=4, each=60, quantity=0.5)
+    clients = make_clients(clients=4, each=60, quantity=0.5, validation=0.2, **labels)
+    alone = make_clients(clients=4, each=60, quantity=0.5)
     assert [len(c.indices) for c in clients] == [len(c.indices) for c in alone]
     assert len({len(c.indices) for c in clients}) > 1
     assert [c.held_out for c in clients] == [round(0.2 * len(c.indices)) for c in clients]
@@ -216,7 +218,7 @@ def test_known_samples_with_few_classes_and_sizes() -> None:
         {"street": 30}, {"street": 1}, {"street": 6}, 0, {"street": LABELS[:30]}, Skew(pathological=2)
     )
     assert few.indices.tolist() == [18, 8, 10, 0, 28, 20]
-    assert [len(c.indices) for c in split(quantity=0.5)] == [29, 66, 82, 23]
+    assert [len(c.indices) for c in make_clients(quantity=0.5)] == [29, 66, 82, 23]
 
 
 @settings(max_examples=60, deadline=None)
@@ -225,9 +227,9 @@ def test_known_samples_with_few_classes_and_sizes() -> None:
     st.lists(st.integers(0, 30), min_size=8, max_size=8),
     st.data(),
 )
-def test_counts_are_whole_fit_and_sum_up(shares: list[float], left: list[int], data: st.DataObject) -> None:
-    room = np.array(left[: len(shares)])
+def test_counts_are_whole_fit_and_sum_up(shares: list[float], available: list[int], data: st.DataObject) -> None:
+    room = np.array(available[: len(shares)])
     number = data.draw(st.integers(0, int(room.sum())))
-    found = partition._round_shares(np.array(shares), number, room)
-    assert found.sum() == number
-    assert ((found >= 0) & (found <= room)).all()
+    actual = partition._round_shares(np.array(shares), number, room)
+    assert actual.sum() == number
+    assert ((actual >= 0) & (actual <= room)).all()

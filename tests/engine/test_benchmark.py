@@ -27,7 +27,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.slow
 def test_it_runs(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """With threads for processes, which take seconds to start; what they would be sent can be sent."""
+    """Threads replace the processes, which take seconds to start; that their arguments can be pickled is checked."""
     assert pickle.loads(pickle.dumps((benchmark.CPU_PROTOCOLS, benchmark.WAYS)))  # noqa: S301  (its own)
     threads, options = torch.get_num_threads(), ["--ways", "plain,serial", "--repeats", "1", "--examples", "4"]
     monkeypatch.setattr(benchmark, "get_context", lambda kind: multiprocessing.dummy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from disk_hooks import raise_disk_full
 from fedheal.engine.channel import PIPED, Outbox
 
 VALUES: dict[str, Any] = {
@@ -31,9 +31,9 @@ VALUES: dict[str, Any] = {
 def outbox(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Outbox]:
     if request.param == "temporary file":
         monkeypatch.delattr(os, "memfd_create")
-    made = Outbox()
-    yield made
-    made.close()
+    new_outbox = Outbox()
+    yield new_outbox
+    new_outbox.close()
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -52,7 +52,7 @@ def test_tensors_keep_their_bits_dtypes_and_strides(outbox: Outbox, share: bool)
 
 @pytest.mark.parametrize("share", [False, True])
 def test_a_long_value_does_not_fill_the_pipe(outbox: Outbox, share: bool) -> None:
-    """A process that is still starting does not read it: who sends it would wait."""
+    """Otherwise the sender would wait for a process that is still starting."""
     value = ["x" * PIPED, torch.arange(3), "end"]
     place = outbox.write(value)
     assert place.pickled == b""
@@ -69,9 +69,6 @@ def test_two_values_can_wait_and_what_is_read_stays(outbox: Outbox) -> None:
 
 
 def test_no_room_is_a_sentence(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", fail)
+    monkeypatch.setattr(os, "pwrite", raise_disk_full)
     with pytest.raises(OSError, match=r"no room for 40 bytes .*\(No space left on device\): free memory, .*workers=1"):
         outbox.write(torch.arange(5))

@@ -22,7 +22,7 @@ from fedheal.models.max_pooling import FusedMaxPool2d
 from fedheal.models.small_cnn import SmallCNN
 from fedheal.models.stacked_layers import DoesNotFitError, stack_module
 from fedheal.simulate.round import initial_state
-from small_federation import after, federation
+from small_federation import make_federation, run_rounds
 
 pytestmark = pytest.mark.slow
 
@@ -30,63 +30,63 @@ pytestmark = pytest.mark.slow
 KINDS = ["fedavg", "fedprox", "scaffold:option=1", "feddyn", "moon", "fpl", "ditto", "fedbn"]
 
 
-def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float = 2e-4) -> None:
-    assert len(found) == len(expected)
-    for one, two in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.double(), two.double(), rtol=tolerance, atol=tolerance * 1e-2)
+def assert_close(actual: list[Tensor], expected: list[Tensor], tolerance: float = 2e-4) -> None:
+    assert len(actual) == len(expected)
+    for first, second in zip(actual, expected, strict=True):
+        torch.testing.assert_close(first.double(), second.double(), rtol=tolerance, atol=tolerance * 1e-2)
 
 
 @pytest.mark.parametrize("method", KINDS)
 def test_clients_trained_together_are_those_trained_one_after_another(method: str) -> None:
-    fed = federation(method)
-    expected = after(fed, SerialEngine(fed.local_training))
+    fed = make_federation(method)
+    expected = run_rounds(fed, SerialEngine(fed.local_training))
     engine = CohortEngine(fed.local_training)
-    found = after(fed, engine)
+    actual = run_rounds(fed, engine)
     assert engine.fallback_reason == ""
     assert describe_engine(engine) == "cohort"
-    assert_close(found, expected)
+    assert_close(actual, expected)
 
 
 def test_a_learning_rate_that_changes_from_round_to_round_is_used() -> None:
-    fed = federation("scaffold", lr_schedule="step", lr_decay_every=1, lr_decay=0.1)
+    fed = make_federation("scaffold", lr_schedule="step", lr_decay_every=1, lr_decay=0.1)
     engine = CohortEngine(fed.local_training)
-    assert_close(after(fed, engine, 3), after(fed, SerialEngine(fed.local_training), 3))
+    assert_close(run_rounds(fed, engine, 3), run_rounds(fed, SerialEngine(fed.local_training), 3))
     assert engine.fallback_reason == ""
 
 
 def test_clients_of_different_sizes_have_padded_batches() -> None:
-    fed = federation(batch_size=64, epochs=1, participation=1.0)
+    fed = make_federation(batch_size=64, epochs=1, participation=1.0)
     examples = dict(fed.local_training.examples)
     every = Split(*(torch.cat([getattr(s, key) for s in examples.values()] * 3) for key in ("images", "labels")))
     for client, size in zip(examples, (1, 7, 63, 64, 65), strict=False):
         examples[client] = Split(every.images[:size], every.labels[:size])
     fed = replace(fed, local_training=replace(fed.local_training, examples=examples))
     engine = CohortEngine(fed.local_training)
-    assert_close(after(fed, engine), after(fed, SerialEngine(fed.local_training)))
+    assert_close(run_rounds(fed, engine), run_rounds(fed, SerialEngine(fed.local_training)))
     assert engine.fallback_reason == ""
 
 
 def test_groups_of_two_clients_give_the_same_as_all_at_once() -> None:
-    fed = federation("scaffold")
+    fed = make_federation("scaffold")
     small = CohortEngine(fed.local_training)
     small.group_size = 2
-    assert_close(after(fed, small), after(fed, CohortEngine(fed.local_training)), 1e-5)
+    assert_close(run_rounds(fed, small), run_rounds(fed, CohortEngine(fed.local_training)), 1e-5)
 
 
 @pytest.mark.parametrize("augment", ["crop", "crop-flip"])
 def test_batches_that_the_last_round_planned_are_those_of_the_round(augment: str) -> None:
-    fed = federation(participation=1.0, augment=augment)
+    fed = make_federation(participation=1.0, augment=augment)
     engine = CohortEngine(fed.local_training)
     state = initial_state(fed)
     tasks = [Task(client, 0) for client in fed.clients]
-    found, expected = [], []
+    actual, expected = [], []
     for number, chosen in enumerate([tasks, tasks, tasks, tasks[1:], tasks[1:], tasks], start=1):
         of_round = [replace(task, round=number) for task in chosen]
         assert (engine.group is not None and engine.group.begun_plan is not None) == (number in (3, 4, 6))
-        found += [result.reply.delta for result in engine.train(state.model, (), of_round)]
+        actual += [result.reply.delta for result in engine.train(state.model, (), of_round)]
         fresh = CohortEngine(fed.local_training)
         expected += [result.reply.delta for result in fresh.train(state.model, (), of_round)]
-    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+    assert all(torch.equal(first, second) for first, second in zip(actual, expected, strict=True))
 
 
 class AllKinds(nn.Module):
@@ -130,28 +130,28 @@ class Unused(AllKinds):
         self.spare = nn.Linear(2, 2)
 
 
-def with_module(kind: Any) -> Any:
-    fed = federation(augment="none")
+def make_federation_with(kind: Any) -> Any:
+    fed = make_federation(augment="none")
     torch.manual_seed(0)
     module = kind(fed.local_training.classes)
     return replace(fed, local_training=replace(fed.local_training, module=module, layout=Layout.of(module)))
 
 
 def test_every_kind_of_layer_is_stacked() -> None:
-    fed = with_module(AllKinds)
+    fed = make_federation_with(AllKinds)
     engine = CohortEngine(fed.local_training)
-    assert_close(after(fed, engine), after(fed, SerialEngine(fed.local_training)))
+    assert_close(run_rounds(fed, engine), run_rounds(fed, SerialEngine(fed.local_training)))
     assert engine.fallback_reason == ""
 
 
 def test_a_round_does_not_depend_on_what_the_last_one_left() -> None:
-    fed = federation()
+    fed = make_federation()
     engine = CohortEngine(fed.local_training)
-    first = after(fed, engine, 1)
+    first = run_rounds(fed, engine, 1)
     assert engine.group is not None
     assert engine.group.rows.gradients is not None
     engine.group.rows.gradients.fill_(torch.nan)
-    assert all(torch.equal(a, b) for a, b in zip(after(fed, engine, 1), first, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(run_rounds(fed, engine, 1), first, strict=True))
     assert engine.group.rows.params.isfinite().all()
 
 
@@ -175,26 +175,30 @@ class MixesClients(Term):
     ],
 )
 def test_a_module_that_does_not_fit_is_trained_in_lanes(kind: Any, reason: str, caplog: Any) -> None:
-    fed = with_module(kind)
+    fed = make_federation_with(kind)
     engine = CohortEngine(fed.local_training)
-    found, expected = after(fed, engine, 1), after(fed, SerialEngine(fed.local_training), 1)
+    actual, expected = run_rounds(fed, engine, 1), run_rounds(fed, SerialEngine(fed.local_training), 1)
     assert reason in engine.fallback_reason
     assert describe_engine(engine).startswith("lanes, since ")
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert len([r for r in caplog.records if "not as one program" in r.message]) == 1
 
 
 def test_so_is_a_term_that_mixes_clients_and_a_shared_parameter() -> None:
-    fed = federation()
+    fed = make_federation()
     local_training = replace(fed.local_training, terms=(MixesClients(),))
     engine = CohortEngine(local_training)
-    found = after(replace(fed, local_training=local_training), engine, 1)
+    actual = run_rounds(replace(fed, local_training=local_training), engine, 1)
     assert "another result when they are stacked" in engine.fallback_reason
     assert all(
-        map(torch.equal, found, after(replace(fed, local_training=local_training), SerialEngine(local_training), 1))
+        map(
+            torch.equal,
+            actual,
+            run_rounds(replace(fed, local_training=local_training), SerialEngine(local_training), 1),
+        )
     )
-    tied = CohortEngine(federation(model="tiny_data:tied").local_training)
-    after(federation(model="tiny_data:tied"), tied, 1)
+    tied = CohortEngine(make_federation(model="tiny_data:tied_weights").local_training)
+    run_rounds(make_federation(model="tiny_data:tied_weights"), tied, 1)
     assert "is also" in tied.fallback_reason
 
 
@@ -206,36 +210,36 @@ def test_so_is_a_term_that_mixes_clients_and_a_shared_parameter() -> None:
     ],
 )
 def test_methods_that_do_not_fit_are_trained_in_lanes(method: str, reason: str) -> None:
-    fed = federation(method)
+    fed = make_federation(method)
     engine = CohortEngine(fed.local_training)
-    found, expected = after(fed, engine, 1), after(fed, SerialEngine(fed.local_training), 1)
+    actual, expected = run_rounds(fed, engine, 1), run_rounds(fed, SerialEngine(fed.local_training), 1)
     assert reason in engine.fallback_reason
-    assert_close(found, expected, 1e-6)
+    assert_close(actual, expected, 1e-6)
 
 
 def test_out_of_memory_halves_the_group(monkeypatch: Any, caplog: Any) -> None:
-    fed = federation()
+    fed = make_federation()
     expected, engine, really = (
-        after(fed, CohortEngine(fed.local_training)),
+        run_rounds(fed, CohortEngine(fed.local_training)),
         CohortEngine(fed.local_training),
         CohortEngine._train_together,
     )
     engine.group_size = 4
 
-    def scarce(self: CohortEngine, *arguments: Any) -> Any:
+    def train_with_little_memory(self: CohortEngine, *arguments: Any) -> Any:
         if self.group_size > 1:
             raise torch.OutOfMemoryError("none left")
         return really(self, *arguments)
 
-    monkeypatch.setattr(CohortEngine, "_train_together", scarce)
-    assert_close(after(fed, engine), expected, 1e-5)
+    monkeypatch.setattr(CohortEngine, "_train_together", train_with_little_memory)
+    assert_close(run_rounds(fed, engine), expected, 1e-5)
     assert [r.message for r in caplog.records] == [
         f"out of memory with {n} clients at a time: continuing with half" for n in (4, 2)
     ]
 
 
 def test_lanes_are_chosen_where_they_are_faster() -> None:
-    fed = federation(model="resnet10", width=16)
+    fed = make_federation(model="resnet10", width=16)
     lanes_reason = find_faster_in_lanes(fed.local_training, cohort.DeviceData(fed.local_training))
     assert lanes_reason == "with layers of 128 channels, lanes are faster in fp32; use tf32 or bf16 for one program"
     for precision in ("tf32", "bf16"):
@@ -254,8 +258,8 @@ def test_rows_hold_models_and_return_them_bit_for_bit() -> None:
     rows = ClientRows(layout, 3, torch.device("cpu"))
     models = [Packed(torch.randn(layout.sizes().params), torch.randn(10), torch.tensor([i])) for i in range(2)]
     rows.load(models)
-    for one, two in zip(split_models(rows.unload(torch.tensor([1, 0]))), reversed(models), strict=True):
-        assert all(torch.equal(getattr(one, key), getattr(two, key)) for key in ("params", "buffers", "counters"))
+    for first, second in zip(split_models(rows.unload(torch.tensor([1, 0]))), reversed(models), strict=True):
+        assert all(torch.equal(getattr(first, key), getattr(second, key)) for key in ("params", "buffers", "counters"))
     same = ClientRows(layout, 3, torch.device("cpu"))
     same.load([models[1], models[1]])
     assert torch.equal(same.params[0], same.params[1])
@@ -302,19 +306,21 @@ def test_levels_of_active_clients_are_few() -> None:
 
 
 def test_batch_sizes_are_those_of_the_planned_batches() -> None:
-    training = federation().local_training.training
+    training = make_federation().local_training.training
     for examples, steps, epochs in ((7, None, 2), (8, 3, 1), (1, 5, 1), (65, None, 1)):
-        given = replace(training, steps=steps, epochs=epochs, batch_size=4)
-        planned = [(len(index), last) for index, _, last in plan_batches(examples, given, torch.Generator())]
-        assert list_batch_sizes(examples, given) == planned
+        changed = replace(training, steps=steps, epochs=epochs, batch_size=4)
+        planned = [(len(index), last) for index, _, last in plan_batches(examples, changed, torch.Generator())]
+        assert list_batch_sizes(examples, changed) == planned
 
 
 def test_the_copy_for_evaluation_shares_the_tensors_and_has_the_same_results() -> None:
     module = SmallCNN(10).eval()
-    made = copy_with_faster_pooling(module)
-    for one, two in zip([*module.parameters(), *module.buffers()], [*made.parameters(), *made.buffers()], strict=True):
-        assert one is two
-    assert any(isinstance(part, FusedMaxPool2d) for part in made.modules())
+    copied = copy_with_faster_pooling(module)
+    for first, second in zip(
+        [*module.parameters(), *module.buffers()], [*copied.parameters(), *copied.buffers()], strict=True
+    ):
+        assert first is second
+    assert any(isinstance(part, FusedMaxPool2d) for part in copied.modules())
     assert not any(isinstance(part, FusedMaxPool2d) for part in module.modules())
     x = torch.randn(4, 3, 32, 32)
-    assert torch.equal(module(x), made(x))
+    assert torch.equal(module(x), copied(x))

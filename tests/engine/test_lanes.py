@@ -20,7 +20,7 @@ from fedheal.engine.lanes import Lanes
 from fedheal.engine.serial import SerialEngine
 from fedheal.local.term import Batch, Context, NotCapturableError, Term
 from fedheal.simulate.federation import Federation
-from small_federation import after, federation
+from small_federation import make_federation, run_rounds
 
 pytestmark = pytest.mark.slow
 
@@ -36,50 +36,50 @@ OPTIONS = ["scaffold:option=1", "fedproc:first_round_ce=false", "ditto:feedback=
     ],
 )
 def test_lanes_give_the_bits_of_the_serial_engine(method: str) -> None:
-    fed = federation(method)
-    expected = after(fed, SerialEngine(fed.local_training))
+    fed = make_federation(method)
+    expected = run_rounds(fed, SerialEngine(fed.local_training))
     side_by_side = Lanes(fed.local_training, 3)
-    found = after(fed, side_by_side)
+    actual = run_rounds(fed, side_by_side)
     assert side_by_side.fallback_reason == ""
-    assert len(found) == len(expected)
+    assert len(actual) == len(expected)
     rtol = 1e-6 if fed.local_training.received_loss else 0  # there all clients' losses come from one pass
-    for one, two in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, two, rtol=rtol, atol=rtol)
+    for first, second in zip(actual, expected, strict=True):
+        torch.testing.assert_close(first, second, rtol=rtol, atol=rtol)
 
 
 @pytest.mark.parametrize(
     ("model", "keys"),
     [
-        ("dropping", {"augment": "none"}),
-        ("dropping", {"augment": "flip"}),
-        ("dropping", {"augment": "crop"}),
-        ("tied", {"steps": 5}),
-        ("normed", {"augment": "crop"}),
+        ("dropout", {"augment": "none"}),
+        ("dropout", {"augment": "flip"}),
+        ("dropout", {"augment": "crop"}),
+        ("tied_weights", {"steps": 5}),
+        ("conv_batchnorm", {"augment": "crop"}),
     ],
     ids=str,
 )
 def test_modules_and_augmentations(model: str, keys: dict[str, Any]) -> None:
-    fed = federation(model=f"tiny_data:{model}", **keys)
+    fed = make_federation(model=f"tiny_data:{model}", **keys)
     assert_lanes_equal_serial(fed)
 
 
 def test_a_residual_network() -> None:
-    assert_lanes_equal_serial(federation(model="resnet10", width=4, augment="crop"))
+    assert_lanes_equal_serial(make_federation(model="resnet10", width=4, augment="crop"))
 
 
 def assert_lanes_equal_serial(fed: Federation) -> None:
     rng_state = torch.get_rng_state()
     lanes_end, serial_end = (
-        after(fed, engine) for engine in (Lanes(fed.local_training, 2), SerialEngine(fed.local_training))
+        run_rounds(fed, engine) for engine in (Lanes(fed.local_training, 2), SerialEngine(fed.local_training))
     )
     assert all(torch.equal(a, b) for a, b in zip(lanes_end, serial_end, strict=True))
     assert torch.equal(torch.get_rng_state(), rng_state)
 
 
 def test_the_number_of_lanes_changes_nothing() -> None:
-    fed = federation("scaffold")
-    one, many = after(fed, Lanes(fed.local_training, 1)), after(fed, Lanes(fed.local_training, 12))
-    assert all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
+    fed = make_federation("scaffold")
+    one_lane, many = run_rounds(fed, Lanes(fed.local_training, 1)), run_rounds(fed, Lanes(fed.local_training, 12))
+    assert all(torch.equal(a, b) for a, b in zip(one_lane, many, strict=True))
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 20])
@@ -98,8 +98,8 @@ def test_no_more_lanes_than_end_soonest() -> None:
 
 
 @dataclass(frozen=True)
-class Peeking(Term):
-    """Reads in a step what differs from client to client."""
+class ReadsContext(Term):
+    """Reads an attribute of the context that differs between clients."""
 
     what: str = "slot"
 
@@ -110,17 +110,17 @@ class Peeking(Term):
 
 @pytest.mark.parametrize("what", ["client", "round", "steps", "effective_step", "received", "slot", "shared"])
 def test_a_term_that_reads_more_than_its_scratch_falls_back_with_one_line(what: str, caplog: Any) -> None:
-    fed = federation()
-    fed = replace(fed, local_training=replace(fed.local_training, terms=(Peeking(what),)))
+    fed = make_federation()
+    fed = replace(fed, local_training=replace(fed.local_training, terms=(ReadsContext(what),)))
     engine = Lanes(fed.local_training, 2)
-    found, expected = after(fed, engine, 1), after(fed, SerialEngine(fed.local_training), 1)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    actual, expected = run_rounds(fed, engine, 1), run_rounds(fed, SerialEngine(fed.local_training), 1)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert f"ctx.{what}" in engine.fallback_reason
     assert len([record for record in caplog.records if "one client after another" in record.message]) == 1
 
 
 @dataclass(frozen=True)
-class Odd(Term):
+class OddScratch(Term):
     def prepare(self, ctx: Context, start: Any) -> Any:
         ctx.scratch["odd"] = object()
         return start
@@ -129,56 +129,59 @@ class Odd(Term):
 def test_scratch_that_cannot_be_refilled_is_named() -> None:
     with pytest.raises(NotCapturableError, match="of type object"):
         make_shape_key({"odd": object()})
-    fed = federation()
-    fed = replace(fed, local_training=replace(fed.local_training, terms=(Odd(),)))
+    fed = make_federation()
+    fed = replace(fed, local_training=replace(fed.local_training, terms=(OddScratch(),)))
     engine = Lanes(fed.local_training)
-    after(fed, engine, 1)
+    run_rounds(fed, engine, 1)
     assert "of type object" in engine.fallback_reason
 
 
 def test_out_of_memory_halves_the_lanes_and_gives_the_same(monkeypatch: Any, caplog: Any) -> None:
-    fed = federation("moon")
-    expected = after(fed, SerialEngine(fed.local_training))
+    fed = make_federation("moon")
+    expected = run_rounds(fed, SerialEngine(fed.local_training))
     engine = Lanes(fed.local_training, 4)
     really = Lanes._train_in_lanes
 
-    def scarce(self: Lanes, *arguments: Any) -> Any:
+    def train_with_little_memory(self: Lanes, *arguments: Any) -> Any:
         done = really(self, *arguments)
         if len(self.lanes) > 1:
             raise torch.OutOfMemoryError("none left")
         return done
 
-    monkeypatch.setattr(Lanes, "_train_in_lanes", scarce)
-    found = after(fed, engine)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    said = [record.message for record in caplog.records if "out of memory" in record.message]
-    assert said == ["out of memory with 4 lanes: continuing with 2", "out of memory with 2 lanes: continuing with 1"]
+    monkeypatch.setattr(Lanes, "_train_in_lanes", train_with_little_memory)
+    actual = run_rounds(fed, engine)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    messages = [record.message for record in caplog.records if "out of memory" in record.message]
+    assert messages == [
+        "out of memory with 4 lanes: continuing with 2",
+        "out of memory with 2 lanes: continuing with 1",
+    ]
 
 
 def test_one_lane_will_do_where_there_is_no_memory_for_a_second(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    fed = federation()
-    expected = after(fed, Lanes(fed.local_training, 1))
+    fed = make_federation()
+    expected = run_rounds(fed, Lanes(fed.local_training, 1))
     engine = Lanes(fed.local_training, 4)
 
-    class Scarce(Lane):
+    class ScarceLane(Lane):
         def __init__(self, *arguments: Any) -> None:
             if engine.lanes:
                 raise torch.OutOfMemoryError("none left")
             super().__init__(*arguments)
 
-    monkeypatch.setattr(lanes, "Lane", Scarce)
-    found = after(fed, engine)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    monkeypatch.setattr(lanes, "Lane", ScarceLane)
+    actual = run_rounds(fed, engine)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert [record.message for record in caplog.records] == ["out of memory with 2 lanes: continuing with 1"]
 
 
 def test_out_of_memory_with_one_lane_is_said() -> None:
-    fed = federation()
+    fed = make_federation()
     engine = Lanes(fed.local_training, 1)
 
-    def scarce(*_: Any) -> Any:
+    def train_with_little_memory(*_: Any) -> Any:
         raise torch.OutOfMemoryError("none left")
 
-    engine._train_in_lanes = scarce  # type: ignore[method-assign]
+    engine._train_in_lanes = train_with_little_memory  # type: ignore[method-assign]
     with pytest.raises(torch.OutOfMemoryError):
-        after(fed, engine, 1)
+        run_rounds(fed, engine, 1)

@@ -17,7 +17,7 @@ from fedheal.engine.serial import SerialEngine, Task, Training
 from fedheal.simulate.build import check_method
 from fedheal.simulate.round import initial_state, run_round
 from tiny_data import quick
-from tiny_runs import federation
+from tiny_runs import make_federation
 
 LR = 0.8
 
@@ -41,10 +41,10 @@ def test_the_rate_of_each_round_by_hand(keys: dict[str, Any], rates: list[float]
 
 
 def test_a_round_trains_with_its_rate_bit_for_bit() -> None:
-    """A schedule is a constant rate in each round: model, metrics and what terms see."""
-    fed = federation(method="scaffold", rounds=4, lr_schedule="step", lr_decay_every=2, lr_decay=0.5, lr=0.1)
+    """A round with a schedule equals one with that constant rate: model, metrics and contexts."""
+    fed = make_federation(method="scaffold", rounds=4, lr_schedule="step", lr_decay_every=2, lr_decay=0.5, lr=0.1)
     local_training = fed.local_training
-    plain = replace(local_training, training=Training(lr=0.05, **_keep(local_training.training)))
+    plain = replace(local_training, training=Training(lr=0.05, **_get_other_settings(local_training.training)))
     model, shared = initial_state(fed).model, tuple(term.shared for term in initial_state(fed).terms)
     task = Task(fed.clients[0], 3, ({},))
     ours, theirs = (serial.train_client(x, model, shared, task) for x in (local_training, plain))
@@ -56,7 +56,7 @@ def test_a_round_trains_with_its_rate_bit_for_bit() -> None:
     assert first.reply.metrics["lr"] == 0.1
 
 
-def _keep(training: Training) -> dict[str, Any]:
+def _get_other_settings(training: Training) -> dict[str, Any]:
     names = ("batch_size", "epochs", "steps", "momentum", "weight_decay", "augment")
     return {name: getattr(training, name) for name in names}
 
@@ -77,19 +77,19 @@ def _run_adam(gradients: list[float], decay: float, is_decoupled: bool) -> float
 @pytest.mark.parametrize("weight_decay", [0.0, 1e-2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_sgd_gives_the_bits_of_torch(momentum: float, weight_decay: float, dtype: torch.dtype) -> None:
-    """With gradients that come later, stay away for a step, or never come, and other strides."""
+    """Some gradients start later, are None for a step or always, or have other strides."""
     ours, theirs = ([nn.Parameter(_draw(shape, dtype)) for shape in SHAPES] for _ in range(2))
     lean = build_optimizer("sgd", ours, 0.03, momentum, weight_decay, fused=False)
     assert isinstance(lean, LeanSGD)
-    made = torch.optim.SGD(theirs, lr=0.03, momentum=momentum, weight_decay=weight_decay)
+    torch_optimizer = torch.optim.SGD(theirs, lr=0.03, momentum=momentum, weight_decay=weight_decay)
     for number, present in enumerate([(0, 2), (0, 1, 2), (0, 1), (0, 1, 2)]):
-        for params, optimiser in ((ours, lean), (theirs, made)):
+        for params, optimiser in ((ours, lean), (theirs, torch_optimizer)):
             optimiser.zero_grad()
             assert all(param.grad is None for param in params)
             for i in present:
                 params[i].grad = _draw(SHAPES[i], dtype, number)
             optimiser.step()
-    assert all(torch.equal(one, two) for one, two in zip(ours, theirs, strict=True))
+    assert all(torch.equal(first, second) for first, second in zip(ours, theirs, strict=True))
     assert not torch.equal(ours[1], _draw(SHAPES[1], dtype))
 
 
@@ -104,16 +104,16 @@ def _draw(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 9) -> torch.Te
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
 def test_adam_against_its_formula(optimizer: str) -> None:
     weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
-    made = build_optimizer(optimizer, [weight], lr=0.1, momentum=0.9, weight_decay=0.5, fused=False)
+    torch_optimizer = build_optimizer(optimizer, [weight], lr=0.1, momentum=0.9, weight_decay=0.5, fused=False)
     gradients = [2.0, -1.0, 0.5]
     for gradient in gradients:
         weight.grad = torch.full_like(weight, gradient)
-        made.step()
+        torch_optimizer.step()
     assert float(weight.detach()) == pytest.approx(_run_adam(gradients, 0.5, optimizer == "adamw"), rel=1e-12)
 
 
 def test_the_first_step_of_adam_moves_every_entry_by_the_rate() -> None:
-    fed = federation(method="fedavg", optimizer="adam", lr=0.01, steps=1, weight_decay=0.0)
+    fed = make_federation(method="fedavg", optimizer="adam", lr=0.01, steps=1, weight_decay=0.0)
     state = initial_state(fed)
     reply = serial.train_client(fed.local_training, state.model, (), Task(fed.clients[0], 1)).reply
     moved = reply.delta[reply.delta.abs() > 1e-4].abs()  # entries whose gradient is far above Adam's eps
@@ -129,13 +129,15 @@ def test_the_first_step_of_adam_moves_every_entry_by_the_rate() -> None:
 )
 def test_lanes_fall_back_to_the_serial_engine(keys: dict[str, Any], word: str) -> None:
     """A captured step replays one learning rate and SGD's update."""
-    fed = federation(method="fedavg", rounds=3, **keys)
-    lanes, found = Lanes(fed.local_training, 2), []
+    fed = make_federation(method="fedavg", rounds=3, **keys)
+    lanes, actual = Lanes(fed.local_training, 2), []
     for engine in (lanes, SerialEngine(fed.local_training)):
-        found.append(run_round(fed, replace(initial_state(fed), round=1), engine, evaluate=False)[0].model.params)
-        fed.local_training.layout.load_into(fed.local_training.module, initial_state(federation(method="fedavg")).model)
+        actual.append(run_round(fed, replace(initial_state(fed), round=1), engine, evaluate=False)[0].model.params)
+        fed.local_training.layout.load_into(
+            fed.local_training.module, initial_state(make_federation(method="fedavg")).model
+        )
     assert word in lanes.fallback_reason
-    assert torch.equal(*found)
+    assert torch.equal(*actual)
 
 
 @pytest.mark.parametrize("method", ["scaffold", "qffl", "fedheal:per_step=true"])

@@ -23,10 +23,9 @@ from fedheal.engine.ray_actors import MOST_LOSSES, ActorPool
 from fedheal.engine.ray_cluster import connect_to_cluster
 from fedheal.engine.ray_trainer import Host, Trainer
 from fedheal.engine.serial import SerialEngine, Task
-from fedheal.simulate.build import build_federation
 from fedheal.simulate.federation import Federation
 from fedheal.simulate.round import initial_state, run_round
-from tiny_data import load, quick
+from tiny_runs import make_federation
 
 
 @dataclass
@@ -88,15 +87,11 @@ class FakeRay:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
-    made = FakeRay()
-    monkeypatch.setattr(ray, "get", made.get)
+    fake_ray = FakeRay()
+    monkeypatch.setattr(ray, "get", fake_ray.get)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
     monkeypatch.setattr(ray_trainer, "keep_freed_memory", lambda: None)
-    return made
-
-
-def build(**keys: Any) -> Federation:
-    return build_federation(quick(**keys), load(), torch.device("cpu"))
+    return fake_ray
 
 
 def open_pool(cluster: FakeRay, federation: Federation, workers: int = 0) -> ActorPool:
@@ -120,13 +115,13 @@ ALL_METHODS = [*methods.LOCAL, *methods.WHOLE]
     "method", [pytest.param(name, marks=() if name in QUICK_CHECK else pytest.mark.slow) for name in ALL_METHODS]
 )
 def test_every_method_has_the_bits_of_the_serial_engine_though_actors_are_lost(cluster: FakeRay, method: str) -> None:
-    """What a client keeps is sent with its task, so that it is not lost with the actor."""
+    """Clients' slots are sent with their tasks, so that they are not lost with an actor."""
     keys = {"method": method, "model": "tiny_data:slow", "validation": 0.25, "lr": 0.02}
-    federation = build(**keys)
+    federation = make_federation(**keys)
     expected = run_rounds(federation, SerialEngine(federation.local_training))
     cluster.lost = lambda name, number: name == "work" and number % 7 == 5
     cluster.cpus = (torch.get_num_threads(),) * 2
-    federation = build(**keys)  # with the initial values again
+    federation = make_federation(**keys)  # with the initial values again
     with open_pool(cluster, federation) as engine:
         arrays, records = run_rounds(federation, engine)
     assert len(cluster.actors) > 2
@@ -137,7 +132,7 @@ def test_every_method_has_the_bits_of_the_serial_engine_though_actors_are_lost(c
 
 
 def test_examples_travel_once_to_an_actor_and_the_model_once_a_round(cluster: FakeRay) -> None:
-    federation = build()
+    federation = make_federation()
     rounds = 4
     with open_pool(cluster, federation) as engine:
         run_rounds(federation, engine, rounds)
@@ -154,7 +149,7 @@ def test_examples_travel_once_to_an_actor_and_the_model_once_a_round(cluster: Fa
 
 
 def test_clients_stay_with_the_actor_that_has_their_examples(cluster: FakeRay) -> None:
-    federation = build(steps=1)
+    federation = make_federation(steps=1)
     model, tasks = initial_state(federation).model, [Task(client, 1) for client in federation.clients]
     with open_pool(cluster, federation) as engine:
         for _ in range(5):
@@ -167,7 +162,7 @@ def test_clients_stay_with_the_actor_that_has_their_examples(cluster: FakeRay) -
 @pytest.mark.parametrize("error", [OSError("Broken pipe"), ray.exceptions.RaySystemError("lost")])
 def test_a_worker_that_cannot_fetch_is_lost(cluster: FakeRay, monkeypatch, caplog, error: Exception) -> None:
     """A worker may live for a while after the machine's own process of the cluster was killed."""
-    federation = build()
+    federation = make_federation()
     expected, _ = run_rounds(federation, SerialEngine(federation.local_training))
     cluster.cpus = (torch.get_num_threads(),) * 2
     fetches = 0
@@ -180,7 +175,7 @@ def test_a_worker_that_cannot_fetch_is_lost(cluster: FakeRay, monkeypatch, caplo
         return cluster.get(reference)
 
     monkeypatch.setattr(ray, "get", fetch)
-    federation = build()
+    federation = make_federation()
     with open_pool(cluster, federation) as engine:
         arrays, _ = run_rounds(federation, engine)
     assert len(cluster.actors) == 3
@@ -189,27 +184,27 @@ def test_a_worker_that_cannot_fetch_is_lost(cluster: FakeRay, monkeypatch, caplo
 
 
 def test_a_client_that_ends_every_worker_ends_the_run_with_its_name(cluster: FakeRay) -> None:
-    federation = build()
+    federation = make_federation()
     cluster.lost = lambda name, number: name == "work"
     model = initial_state(federation).model
-    said = (
+    message = (
         rf"{MOST_LOSSES} workers of the Ray cluster were lost while training client 'dark-0', perhaps for lack of memory.*"
         r"\(The node ran low on memory\.\).*--resume"
     )
-    with open_pool(cluster, federation) as engine, pytest.raises(ChildProcessError, match=said):
+    with open_pool(cluster, federation) as engine, pytest.raises(ChildProcessError, match=message):
         list(engine.train(model, (), [Task("dark-0", 1)]))
     assert len(cluster.killed) == len(cluster.actors)
 
 
 def test_workers_that_cannot_start_end_the_run(cluster: FakeRay) -> None:
-    federation = build()
+    federation = make_federation()
     cluster.lost = lambda name, number: name == "set_up"
     with open_pool(cluster, federation) as engine, pytest.raises(ChildProcessError, match="were lost while starting"):
         run_rounds(federation, engine)
 
 
 def test_the_run_goes_on_with_the_workers_that_are_left(cluster: FakeRay, caplog) -> None:
-    federation = build()
+    federation = make_federation()
     cluster.lost = lambda name, number: (name, number) == ("work", 1) or (name == "set_up" and number >= 2)
     with open_pool(cluster, federation) as engine:
         run_rounds(federation, engine, 3)
@@ -224,20 +219,20 @@ def test_a_full_store_says_how_to_enlarge_it(cluster: FakeRay, monkeypatch: pyte
 
     monkeypatch.setattr(cluster, "put", put)
     with pytest.raises(OSError, match=r"no room for the run's data .*--object-store-memory"):
-        open_pool(cluster, build())
+        open_pool(cluster, make_federation())
 
 
 def test_a_module_that_a_machine_lacks_is_a_sentence(cluster: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_pool(cluster, federation := build(model="tiny_data:slow")) as engine:
+    with open_pool(cluster, federation := make_federation(model="tiny_data:slow")) as engine:
         monkeypatch.delattr("tiny_data.Slow")
-        said = r"^machine 10\.0\.0\.7 of the Ray cluster cannot load .*Slow.*: install their modules there$"
-        with pytest.raises(ValueError, match=said) as raised:
+        message = r"^machine 10\.0\.0\.7 of the Ray cluster cannot load .*Slow.*: install their modules there$"
+        with pytest.raises(ValueError, match=message) as raised:
             run_rounds(federation, engine)
     assert not hasattr(raised.value, "__notes__")
 
 
 def test_a_cluster_that_is_busy_ends_the_run(cluster: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    federation = build()
+    federation = make_federation()
     monkeypatch.setattr(cluster, "wait", lambda references, **_: ([], references))
     with (
         open_pool(cluster, federation) as engine,
@@ -247,7 +242,7 @@ def test_a_cluster_that_is_busy_ends_the_run(cluster: FakeRay, monkeypatch: pyte
 
 
 def test_an_error_of_a_worker_is_the_error_here(cluster: FakeRay) -> None:
-    federation = build()
+    federation = make_federation()
     model = initial_state(federation).model
     with open_pool(cluster, federation) as engine:
         with pytest.raises(ValueError, match="do not fit this layout") as raised:
@@ -259,7 +254,7 @@ def test_an_error_of_a_worker_is_the_error_here(cluster: FakeRay) -> None:
 
 
 def test_machines_need_the_same_versions(cluster: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    federation = build()
+    federation = make_federation()
     with open_pool(cluster, federation) as engine:
         monkeypatch.setattr(ray_trainer, "__version__", "9.9")
         with pytest.raises(
@@ -272,7 +267,7 @@ def test_another_kind_of_cpu_is_a_warning(cluster: FakeRay, monkeypatch, caplog)
     there = Host("10.0.0.8", 1, "AVX512")
     monkeypatch.setattr(Trainer, "set_up", lambda self, setup, old=Trainer.set_up: old(self, setup) and there)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    federation = build()
+    federation = make_federation()
     with open_pool(cluster, federation) as engine:
         run_rounds(federation, engine, 1)
     assert "the CPU of 10.0.0.8 uses AVX512, this one AVX2: results may differ in the last bits" in caplog.text
@@ -282,26 +277,26 @@ def test_another_kind_of_cpu_is_a_warning(cluster: FakeRay, monkeypatch, caplog)
 def test_more_workers_than_the_cluster_has_room_for_are_refused(cluster: FakeRay, cpus, workers, room) -> None:
     cluster.cpus = cpus
     with pytest.raises(ValueError, match=rf"workers = {workers}: the Ray cluster has room for {room} of 1 CPU each"):
-        ActorPool(cluster, build().local_training, workers, 1)
+        ActorPool(cluster, make_federation().local_training, workers, 1)
 
 
 def test_a_model_that_cannot_be_sent_is_a_sentence(cluster: FakeRay) -> None:
-    local_training = build().local_training
+    local_training = make_federation().local_training
     local_training.module.lock = threading.Lock()
     with pytest.raises(ChildProcessError, match=r"cannot be sent to another process .*lock"):
         ActorPool(cluster, local_training, 1, 1)
 
 
 def test_a_class_that_no_other_process_can_import_travels_with_the_setup(cluster: FakeRay) -> None:
-    """As one that is defined in a notebook or in the main script."""
+    """Such a class is defined in a notebook or in the main script."""
     mine = type("Mine", (nn.Module,), {"__module__": "__main__"})
-    training = replace(build().local_training, module=mine())
+    training = replace(make_federation().local_training, module=mine())
     saved = ray_trainer.describe_setup(cluster, training, 1)[2]
     assert type(torch.load(io.BytesIO(saved), weights_only=False).module).__name__ == "Mine"
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (
             RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 1.0"),
@@ -310,26 +305,26 @@ def test_a_class_that_no_other_process_can_import_travels_with_the_setup(cluster
         (ConnectionError("nothing there"), "no Ray cluster answers at 'auto': nothing there"),
     ],
 )
-def test_a_cluster_that_cannot_be_used_is_a_sentence(monkeypatch, error: Exception, said: str) -> None:
+def test_a_cluster_that_cannot_be_used_is_a_sentence(monkeypatch, error: Exception, message: str) -> None:
     def init(**_: Any) -> None:
         raise error
 
     monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(ValueError, match=said), connect_to_cluster("auto"):
+    with pytest.raises(ValueError, match=message), connect_to_cluster("auto"):
         pass
 
 
 def test_ray_prints_nothing_not_even_at_the_end(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """At its end it prints messages that came more than once."""
+    """Ray prints repeated messages when it shuts down."""
     from ray._private import worker
 
-    def say() -> None:
+    def print_logs() -> None:
         worker.print_worker_logs({"pid": "raylet", "lines": ["Raylet is terminated."]}, sys.stdout)
 
     monkeypatch.setattr(ray, "init", lambda **keys: None)
-    monkeypatch.setattr(ray, "shutdown", say)
+    monkeypatch.setattr(ray, "shutdown", print_logs)
     with connect_to_cluster("auto"):
-        say()
+        print_logs()
     assert capsys.readouterr().out == ""
-    say()
+    print_logs()
     assert "Raylet is terminated." in capsys.readouterr().out

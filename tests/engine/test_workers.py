@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -45,21 +44,12 @@ def test_one_worker_trains_here_and_in_the_order_asked_for() -> None:
     assert [reply.num_examples for reply in replies] == [24, 13]
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As other processes have: a run sets it, and this process trains with its own number."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_two_workers_give_the_bits_of_one_in_the_same_order_and_pass_errors_on(monkeypatch) -> None:
-    """With statistics and tied weights. Another process takes its part of the clients and of the evaluation."""
+    """The models have running statistics and tied weights; the second process trains and evaluates a part."""
     keys = {"validation": 0.25} | {
-        "model": "tiny_data:tied",
+        "model": "tiny_data:tied_weights",
         "participation": 0.8,
         "dropout": 0.2,
         "augment": "crop-flip",
@@ -71,17 +61,17 @@ def test_two_workers_give_the_bits_of_one_in_the_same_order_and_pass_errors_on(m
     before = {name: value.clone() for name, value in module.state_dict().items()}
     evaluated = [*federation.tests.values(), *federation.validation.values()]
     with open_engine(local_training, workers=2, evaluated=evaluated) as engine, monkeypatch.context() as patch:
-        sent = record_jobs(patch)
+        jobs = record_jobs(patch)
         state = initial_state(federation)
         tasks = [Task(client, 1) for client in ("dark-0", "plain-1", "noisy-0")]
         list(engine.train(state.model, (), tasks))  # the other process is still starting
-        assert not sent
+        assert not jobs
         wait_until_ready(engine)
         next(engine.train(state.model, (), tasks))  # whose other results nobody waits for
         results = [list(engine.train(state.model, (), tasks))]
         module.load_state_dict(before)
         ends = [run_rounds(federation, engine)]
-        assert {type(job[0]) for job in sent} == {Task, tuple}  # of training and of evaluation
+        assert {type(job[0]) for job in jobs} == {Task, tuple}  # of training and of evaluation
         with pytest.raises(ValueError, match="do not fit this layout"):
             list(engine.train(replace(state.model, params=torch.zeros(7)), (), tasks))
         longest = Task("plain-1", 1, ({},))  # which another process gets; it has the slot of a term too many
@@ -95,24 +85,24 @@ def test_two_workers_give_the_bits_of_one_in_the_same_order_and_pass_errors_on(m
         module.load_state_dict(before)
         ends.append(run_rounds(federation, engine))
     assert [result.reply.client for result in results[0]] == [task.client for task in tasks]
-    for one, two in zip(*results, strict=True):
-        assert torch.equal(one.reply.delta, two.reply.delta)
-        assert one.reply.metrics == two.reply.metrics
-    (two, evaluated_by_two), (one, evaluated_by_one) = ends
-    assert two.keys() == one.keys()
-    assert all(torch.equal(array, one[name]) for name, array in two.items())
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first.reply.delta, second.reply.delta)
+        assert first.reply.metrics == second.reply.metrics
+    (second, evaluated_by_two), (first, evaluated_by_one) = ends
+    assert second.keys() == first.keys()
+    assert all(torch.equal(array, first[name]) for name, array in second.items())
     assert evaluated_by_two == evaluated_by_one
     assert evaluated_by_one[-1][2].keys() == {"plain", "noisy", "dark"}
 
 
 def record_jobs(patch: pytest.MonkeyPatch) -> list[Any]:
     """Return the list that gets every job which another process is sent."""
-    sent: list[Any] = []
+    jobs: list[Any] = []
     send = _Worker.send_job
     patch.setattr(
-        _Worker, "send_job", lambda self, work, number, job: (sent.append(job), send(self, work, number, job))
+        _Worker, "send_job", lambda self, work, number, job: (jobs.append(job), send(self, work, number, job))
     )
-    return sent
+    return jobs
 
 
 def wait_until_ready(engine: Engine) -> None:
@@ -136,30 +126,35 @@ def test_a_thousand_clients_need_few_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
-        keys = {"data": "tiny_data:many", "model": "tiny_data:broad", "method": "scaffold", "participation": 0.05}
+        keys = {
+            "data": "tiny_data:load_many_clients",
+            "model": "tiny_data:wide",
+            "method": "scaffold",
+            "participation": 0.05,
+        }
         result = fedheal.run(quick(workers=2, rounds=1, **keys), progress=False)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert result.history[-1].replied == 50
 
 
-class Picky(Exception):
+class NotUnpicklable(Exception):
     """Cannot be unpickled: it needs two arguments."""
 
-    def __init__(self, one: str, two: str) -> None:
-        super().__init__(one)
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first)
 
 
-@pytest.mark.parametrize(("error", "kind"), [(KeyError("a"), KeyError), (Picky("a", "b"), RuntimeError)])
+@pytest.mark.parametrize(("error", "kind"), [(KeyError("a"), KeyError), (NotUnpicklable("a", "b"), RuntimeError)])
 def test_an_error_that_cannot_be_sent_is_described(error: Exception, kind: type[Exception]) -> None:
-    sent = make_sendable(error)
-    assert type(sent) is kind
-    assert "a" in str(sent)
-    assert sent.__notes__[0].startswith("In a worker process:\n")
+    sendable = make_sendable(error)
+    assert type(sendable) is kind
+    assert "a" in str(sendable)
+    assert sendable.__notes__[0].startswith("In a worker process:\n")
 
 
 class Sendable(Term):
-    """As one that is defined in a notebook: this process knows it, and no other can import it."""
+    """A term that only this process can import, as if it were defined in a notebook."""
 
 
 class Unsendable(Term):
@@ -168,15 +163,15 @@ class Unsendable(Term):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("term", "said"), [(Sendable, "its error is above"), (Unsendable, "pickle")])
-def test_a_term_that_no_other_process_can_have_is_a_sentence(monkeypatch, term: type[Term], said: str) -> None:
+@pytest.mark.parametrize(("term", "message"), [(Sendable, "its error is above"), (Unsendable, "pickle")])
+def test_a_term_that_no_other_process_can_have_is_a_sentence(monkeypatch, term: type[Term], message: str) -> None:
     if term is Sendable:
         monkeypatch.setattr(Sendable, "__module__", "a_notebook")
         monkeypatch.setitem(sys.modules, "a_notebook", sys.modules[__name__])
     own = Method((term(),), get("fedavg").aggregator, "mine")
     with pytest.raises(
         ChildProcessError,
-        match=rf"workers = 2: a worker process could not start .*\(.*{said}.*\)\. .*workers=1",
+        match=rf"workers = 2: a worker process could not start .*\(.*{message}.*\)\. .*workers=1",
     ) as raised:
         fedheal.run(quick(method=own, workers=2, rounds=1_000_000), progress=False)  # ends when the worker has failed
     assert "--resume" not in str(raised.value)
@@ -191,9 +186,9 @@ def test_a_worker_whose_run_is_killed_at_the_start_ends_without_a_traceback(capf
     assert capfd.readouterr().err == ""
 
 
-def children(process: int) -> list[int]:
-    """Living processes whose parent is this one."""
-    found = []
+def list_children(process: int) -> list[int]:
+    """Return the living child processes of a process."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             name, _, rest = path.read_text().rpartition(")")
@@ -201,18 +196,18 @@ def children(process: int) -> list[int]:
             continue
         state, parent = rest.split()[:2]
         if int(parent) == process and state != "Z":
-            found.append(int(name.split()[0]))
-    return found
+            pids.append(int(name.split()[0]))
+    return pids
 
 
 def is_ready(process: int) -> bool:
-    """Whether a worker has the examples, in memory that it shares."""
+    """Return whether a worker has mapped the shared memory with the examples."""
     with suppress(OSError):
         return "memfd:fedheal" in Path(f"/proc/{process}/maps").read_text()
     return False
 
 
-def alive(process: int) -> bool:
+def is_alive(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -226,20 +221,20 @@ def test_workers_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(there)}
     process = subprocess.Popen([*command, "--out", str(tmp_path / "run")], env=environment)
     deadline = time.monotonic() + 90
-    while not any(is_ready(worker) for worker in children(process.pid)) and time.monotonic() < deadline:
+    while not any(is_ready(worker) for worker in list_children(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    workers = children(process.pid)
+    workers = list_children(process.pid)
     try:
         assert len(workers) >= 2
         process.send_signal(signal.SIGKILL)
         process.wait()
         deadline = time.monotonic() + 10
-        while any(alive(worker) for worker in workers) and time.monotonic() < deadline:
+        while any(is_alive(worker) for worker in workers) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert [worker for worker in workers if alive(worker)] == []
+        assert [worker for worker in workers if is_alive(worker)] == []
     finally:
         process.kill()
         process.wait()
         for worker in workers:
-            if alive(worker):
+            if is_alive(worker):
                 os.kill(worker, signal.SIGKILL)

@@ -73,7 +73,7 @@ def start_at_once(root: Path, number: int, seeds: int) -> list[Done]:
 
 
 def check_shared(root: Path, ends: list[Done], seeds: int) -> None:
-    """No run is done twice; those that end have the same table; the others have a sentence."""
+    """Assert that no run was done twice, finished commands print the same table, and the others print one sentence."""
     finished = [done for done in ends if done.code == 0]
     assert finished, ends
     for done in ends:

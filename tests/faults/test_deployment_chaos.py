@@ -19,7 +19,7 @@ SEED = 7  # its first fault is a full disk
 
 @pytest.fixture
 def chaos(monkeypatch):
-    """The trial's functions."""
+    """The module `benchmarks/chaos.py`."""
     monkeypatch.setattr(sys, "path", [str(CHAOS.parent), *sys.path])
     spec = importlib.util.spec_from_file_location("chaos_benchmark", CHAOS)
     assert spec is not None
@@ -58,12 +58,12 @@ def test_a_deployment_whose_disk_was_full_ends_with_the_model_of_its_cohorts(cha
     words = ["--rounds", "3", "--seed", str(SEED), "--seconds", "300", "--out", str(tmp_path)]
     done = subprocess.run([sys.executable, CHAOS, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "chaos.json").read_text())
-    (fault,) = found["faults"]
+    summary = json.loads((tmp_path / "chaos.json").read_text())
+    (fault,) = summary["faults"]
     assert fault["kind"] == "full disk"
     assert fault["recorded"].endswith("resumed")
     assert "No space left on device" in (tmp_path / "run-run.log").read_text()
-    assert len(found["checks"]) == 3
+    assert len(summary["checks"]) == 3
 
     # The checks that passed can fail: one number of the model, then a round that is there twice, then an unseen fault.
     run, checks = tmp_path / "run", []

@@ -13,7 +13,7 @@ import pytest
 import fedheal
 from fedheal.runs import folder as records
 from fedheal.runs.lock import LOCK
-from needs import missing, needs
+from needs import needs, skip_or_fail
 from tiny_data import quick, words
 
 TESTS = Path(__file__).parents[1]
@@ -26,13 +26,13 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     needs("tmpfs")
     place = tmp_path / "disk"
     place.mkdir()
-    made = subprocess.run(
+    mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True, text=True, check=False
     )
-    if made.returncode != 0:
+    if mounted.returncode != 0:
         if os.environ.get("FEDHEAL_TEST_ALL"):
-            pytest.fail(f"FEDHEAL_TEST_ALL is set, but a tmpfs cannot be mounted here: {made.stderr}")
-        missing(f"a tmpfs cannot be mounted here: {made.stderr.strip()}")
+            pytest.fail(f"FEDHEAL_TEST_ALL is set, but a tmpfs cannot be mounted here: {mounted.stderr}")
+        skip_or_fail(f"a tmpfs cannot be mounted here: {mounted.stderr.strip()}")
     try:
         yield place
     finally:
@@ -40,7 +40,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path, leaving: int) -> Path:
-    """A file that leaves so many bytes free."""
+    """Fill the disk with a file that leaves this many bytes free."""
     ballast = disk / "ballast"
     free = os.statvfs(disk)
     with ballast.open("wb") as file:
@@ -79,7 +79,7 @@ def test_a_full_disk_is_a_sentence_and_resume_finishes_with_the_same_bits(disk: 
 def test_a_disk_that_fills_up_at_any_point_is_an_error_with_its_reason(
     disk: Path, tmp_path: Path, leaving: int
 ) -> None:
-    """The library's own error: an OSError, whichever file it was that found no room."""
+    """Every such failure is an OSError, whichever file did not fit."""
     experiment = quick(rounds=6, save_seconds=0)
     whole = fedheal.run(experiment, progress=False)
     ballast = fill(disk, leaving)

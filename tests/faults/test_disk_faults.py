@@ -20,7 +20,7 @@ from disk_hooks import Operation, watch
 from fedheal.report.figures import save_figure
 from fedheal.runs import folder as records
 from tiny_data import quick, words
-from tiny_runs import bits, timeless
+from tiny_runs import drop_seconds, get_model_bytes
 
 KEYS = {"rounds": 2, "save_seconds": 0, "server_momentum": 0.5}
 NEEDS_ROOM = ("create", "mkdir", "write", "fsync", "rename")  # a disk may find out late that it is full
@@ -28,7 +28,7 @@ OPEN = os.open  # before anything watches
 
 
 def fail_at(number: int, error: int = errno.ENOSPC, halves: bool = False) -> Callable[[Operation], None]:
-    """Fail at the operation of this number and all later ones that need room; a write may leave half of its bytes."""
+    """Fail from the operation of this number on; with `halves`, a failing write leaves half of its bytes."""
     numbers = count()
 
     def on_operation(operation: Operation) -> None:
@@ -51,15 +51,15 @@ def count_operations(folder: Path) -> int:
 
 
 def check_full_disk(folder: Path, at: int, whole: fedheal.Result) -> None:
-    """Run until the disk is full, then resume with room."""
+    """Run until the disk is full, then resume with enough room, and compare with the uninterrupted run."""
     refuses = pytest.raises((OSError, ValueError), match="No space left on device")
     with watch(folder.parent, fail_at(at, halves=at % 2 == 0)), refuses:
         fedheal.run(quick(**KEYS), folder, progress=False)
     for path in records.list_checkpoints(folder):
         records.load_checkpoint(path, quick(**KEYS).identity)
     result = fedheal.run(quick(**KEYS), folder, resume=True, progress=False)
-    assert bits(result.model) == bits(whole.model)
-    assert timeless(result.history) == timeless(whole.history)
+    assert get_model_bytes(result.model) == get_model_bytes(whole.model)
+    assert drop_seconds(result.history) == drop_seconds(whole.history)
     assert [path.name for path in folder.rglob("*.tmp")] == ["lock.tmp"]
     shutil.rmtree(folder)
 
@@ -111,10 +111,10 @@ def test_a_finished_comparison_can_be_shown_from_a_read_only_disk(call: Callable
     command = [*COMPARISON, *fields, "--out", str(tmp_path / "runs")]
     assert call(*command).code == 0
     with watch(tmp_path, fail_at(0, errno.EROFS)):
-        again, shown = call(*command), call("report", str(tmp_path / "runs"))
+        again, report = call(*command), call("report", str(tmp_path / "runs"))
         refused = call("run", *words("rounds=2"), "--out", str(tmp_path / "new"), "--quiet")
-    assert (again.code, again.err, shown.code) == (0, "", 0)
-    assert shown.out in again.out
+    assert (again.code, again.err, report.code) == (0, "", 0)
+    assert report.out in again.out
     assert_sentence(refused, "Read-only file system", str(tmp_path / "new"))
 
 
@@ -124,8 +124,8 @@ def test_a_slow_disk_and_a_clock_that_jumps_change_nothing(tmp_path: Path, monke
     monkeypatch.setattr(time, "time", lambda: real() + chance.choice([-1e9, -3600.0, 0.0, 3600.0, 1e9]))
     with watch(tmp_path, lambda operation: time.sleep(chance.choice([0, 0.001, 0.01]))):
         result = fedheal.run(quick(**KEYS), tmp_path / "slow", progress=False)
-    assert bits(result.model) == bits(whole.model)
-    assert timeless(records.read_rounds(tmp_path / "slow")) == timeless(whole.history)
+    assert get_model_bytes(result.model) == get_model_bytes(whole.model)
+    assert drop_seconds(records.read_rounds(tmp_path / "slow")) == drop_seconds(whole.history)
     assert len(records.list_checkpoints(tmp_path / "slow")) == records.CHECKPOINTS_KEPT
 
 

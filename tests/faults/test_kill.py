@@ -43,7 +43,7 @@ def assert_same(folder: Path, reference: Path) -> None:
         assert ours[name] == theirs[name], name
 
 
-def lines(folder: Path) -> int:
+def count_lines(folder: Path) -> int:
     try:
         return (folder / "rounds.jsonl").read_bytes().count(b"\n")
     except OSError:
@@ -53,31 +53,36 @@ def lines(folder: Path) -> int:
 @pytest.mark.slow
 def test_a_run_killed_many_times_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     rounds, kills_wanted = 60, 3
-    keys: dict[str, Any] = {"rounds": rounds, "participation": 0.6, "server_momentum": 0.5, "model": "tiny_data:normed"}
+    keys: dict[str, Any] = {
+        "rounds": rounds,
+        "participation": 0.6,
+        "server_momentum": 0.5,
+        "model": "tiny_data:conv_batchnorm",
+    }
     fedheal.run(quick(**keys), tmp_path / "whole", progress=False)
     command = [sys.executable, "-m", "fedheal", "run", *words(*(f"{k}={v}" for k, v in keys.items()))]
     command += ["save_seconds=0", "--out", str(tmp_path / "killed"), "--resume", "--quiet"]
     chance = random.Random(0)
     kills = 0
     while kills < kills_wanted:
-        before, at_start = lines(tmp_path / "killed"), kills % 3 == 2
+        before, at_start = count_lines(tmp_path / "killed"), kills % 3 == 2
         process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE)
         deadline = time.monotonic() + 120
         if at_start:  # before or while the run is taken up again
             time.sleep(chance.uniform(0, 4))
         else:
-            while lines(tmp_path / "killed") <= before and process.poll() is None and time.monotonic() < deadline:
+            while count_lines(tmp_path / "killed") <= before and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.002)
             time.sleep(chance.uniform(0, 0.1))
         assert process.poll() is None or at_start, (
             f"run_command by itself after {kills} kills: {process.communicate()[1]!r}"
         )
         process.send_signal(signal.SIGKILL)
-        _, said = process.communicate()
-        assert said == b"", said.decode()
+        _, stderr = process.communicate()
+        assert stderr == b"", stderr.decode()
         assert process.returncode == -signal.SIGKILL, f"it finished after {kills} kills already: take more rounds"
         kills += 1
-    assert lines(tmp_path / "killed") > 0
+    assert count_lines(tmp_path / "killed") > 0
     assert not (tmp_path / "killed" / "result.json").exists()
     done = CliRunner().invoke(app, command[3:])
     assert (done.exit_code, done.stderr) == (0, ""), done.output
@@ -175,19 +180,19 @@ def wait_until(condition: Callable[[], bool], seconds: float = 120) -> bool:
 
 def list_processes(word: str) -> list[str]:
     """Return the processes whose environment has this word."""
-    found = []
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if word.encode() in (process / "environ").read_bytes():
-                found.append(process.name)
-    return found
+                pids.append(process.name)
+    return pids
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
 def test_stopped_parallel_runs_save_their_state_and_leave_no_process(how: signal.Signals, tmp_path: Path) -> None:
     mark = f"FEDHEAL_TEST_{how.name}={tmp_path.name}"
-    keys = words("rounds=100000", "model=tiny_data:normed", "save_seconds=1000")[1:]  # but for the data
+    keys = words("rounds=100000", "model=tiny_data:conv_batchnorm", "save_seconds=1000")[1:]  # but for the data
     command = [sys.executable, "-m", "fedheal", "compare", "fedavg", "fedheal", "--seeds", "1", "--jobs", "2", *keys]
     command += ["--data", "tiny_data:load", "--out", str(tmp_path / "both"), "--quiet"]
     process = subprocess.Popen(
@@ -199,21 +204,21 @@ def test_stopped_parallel_runs_save_their_state_and_leave_no_process(how: signal
     )
     try:
         folders = [tmp_path / "both" / f"{name}-tiny_data_load-seed0" for name in ("fedavg", "fedavg+fedheal")]
-        assert wait_until(lambda: all(lines(folder) > 3 for folder in folders)), list(tmp_path.rglob("*"))
+        assert wait_until(lambda: all(count_lines(folder) > 3 for folder in folders)), list(tmp_path.rglob("*"))
         if how == signal.SIGINT:
             os.killpg(process.pid, how)  # as a terminal does
         else:
             process.send_signal(how)
-        _, said = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=60)
         assert wait_until(lambda: not list_processes(mark), 30), list_processes(mark)
         if how == signal.SIGKILL:
             return
         assert process.returncode == 130
-        assert b"Traceback" not in said
+        assert b"Traceback" not in stderr
         for folder in folders:
             (state,) = (folder / "state").glob("*.safetensors")
             assert int(state.stem) >= 3
-            assert int(state.stem) <= lines(folder) <= int(state.stem) + 1
+            assert int(state.stem) <= count_lines(folder) <= int(state.stem) + 1
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

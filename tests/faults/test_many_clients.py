@@ -37,7 +37,7 @@ class Meter(fedheal.Callback):
 
 keys = json.loads(sys.argv[1])
 meter = Meter()
-experiment = quick(**{"data": "tiny_data:many", "model": "tiny_data:broad", "steps": 1} | keys)
+experiment = quick(**{"data": "tiny_data:load_many_clients", "model": "tiny_data:wide", "steps": 1} | keys)
 model = fedheal.run(experiment, callbacks=[meter], progress=False).model
 print(json.dumps({"rounds": meter.found, "parameters": sum(p.numel() for p in model.parameters())}))
 """
@@ -50,14 +50,16 @@ def measure_memory(**keys: Any) -> tuple[list[dict[str, int]], int]:
     command = [sys.executable, "-c", SCRIPT, json.dumps(keys)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    return found["rounds"], found["parameters"]
+    summary = json.loads(done.stdout)
+    return summary["rounds"], summary["parameters"]
 
 
 @pytest.mark.slow
 def test_memory_grows_by_a_byte_a_parameter_for_each_new_client() -> None:
-    """Ten of a thousand a round, of a model with statistics. Four bytes a parameter, or stored updates, would fail."""
-    rounds, parameters = measure_memory(model="tiny_data:broad_normed", participation=0.01, rounds=50, eval_every=1000)
+    """Ten of a thousand clients train each round; four bytes a parameter, or stored updates, would fail."""
+    rounds, parameters = measure_memory(
+        model="tiny_data:wide_batchnorm", participation=0.01, rounds=50, eval_every=1000
+    )
     assert {r["cohort"] for r in rounds} == {10}
     start, end = rounds[9], rounds[-1]
     assert (start["round"], end["round"]) == (10, 50)

@@ -15,14 +15,14 @@ from fedheal.runs import folder as records
 from fedheal.runs.schema import RoundRecord
 from power_loss import MANNERS, Disk
 from tiny_data import quick
-from tiny_runs import Stop, bits, timeless
+from tiny_runs import Stop, drop_seconds, get_model_bytes
 
 KEYS: dict[str, Any] = {"rounds": 3, "save_seconds": 0, "server_momentum": 0.5}
 FINISHED = 99  # more rounds than there are
 
 
-class Saves(fedheal.Callback):
-    """Records how many operations a round's checkpoint is certain after."""
+class RecordSaves(fedheal.Callback):
+    """Records after how many operations each round's checkpoint is safe."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self.operations, self.saved = operations, dict[int, int]()
@@ -31,8 +31,8 @@ class Saves(fedheal.Callback):
         self.saved[record.round] = len(self.operations)
 
 
-class Resumed(fedheal.Callback):
-    """Records how many rounds a run found done."""
+class RecordResume(fedheal.Callback):
+    """Records how many finished rounds a resumed run starts from."""
 
     rounds = 0
 
@@ -44,7 +44,7 @@ class Resumed(fedheal.Callback):
 def recording(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Operation], dict[int, int], Any]:
     """A run that is stopped after two rounds, killed in the middle of a line, and resumed: its operations, saves and result."""
     root, operations = tmp_path_factory.mktemp("recorded"), list[Operation]()
-    folder, saves = root / "runs" / "run", Saves(operations)
+    folder, saves = root / "runs" / "run", RecordSaves(operations)
     with watch(root, operations.append):
         with pytest.raises(KeyboardInterrupt):
             fedheal.run(quick(**KEYS), folder, callbacks=[saves, Stop()], progress=False)
@@ -67,11 +67,11 @@ def check_after_crash(recording: Any, folder: Path, at: int, manner: str, seed: 
     if is_finished := (run / "result.json").exists():
         records.read_result(run)
         fedheal.load(run)
-    resumed = Resumed()
+    resumed = RecordResume()
     result = fedheal.run(quick(**KEYS), run, resume=True, callbacks=[resumed], progress=False)
     assert is_finished or resumed.rounds >= saved_rounds
-    assert bits(result.model) == bits(whole.model)
-    assert timeless(result.history) == timeless(whole.history)
+    assert get_model_bytes(result.model) == get_model_bytes(whole.model)
+    assert drop_seconds(result.history) == drop_seconds(whole.history)
     assert [record.round for record in records.read_rounds(run)] == [1, 2, 3]
     shutil.rmtree(folder)
 

@@ -105,15 +105,15 @@ def test_runs_on_a_cluster_equal_local_ones_and_errors_are_one_line(nodes: Nodes
     assert "Traceback" not in no_cluster.stderr
     assert wrong.returncode == 2
     assert "Traceback" not in wrong.stderr
-    said = wrong.stderr.splitlines()[-1]  # after what Ray has to say on its connection
-    assert said.startswith("fedheal: the model 'tiny_data:linear' cannot be built from classes, width: ")
+    message = wrong.stderr.splitlines()[-1]  # after what Ray has to say on its connection
+    assert message.startswith("fedheal: the model 'tiny_data:linear' cannot be built from classes, width: ")
     assert there.returncode == 0, there.stderr
     assert json.loads(there.stdout)["rows"] == json.loads(here.stdout)["rows"]
-    one, two = (tmp_path / where / "fedavg-tiny_data_load-seed1" for where in ("here", "there"))
-    assert {p.name for p in one.iterdir()} == {p.name for p in two.iterdir()}
+    first, second = (tmp_path / where / "fedavg-tiny_data_load-seed1" for where in ("here", "there"))
+    assert {p.name for p in first.iterdir()} == {p.name for p in second.iterdir()}
     assert spread.returncode == 0, spread.stderr
-    for folder in (two, tmp_path / "spread"):
-        assert (folder / "model.safetensors").read_bytes() == (one / "model.safetensors").read_bytes()
+    for folder in (second, tmp_path / "spread"):
+        assert (folder / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
 
 
 @pytest.mark.soak

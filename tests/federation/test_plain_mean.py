@@ -23,7 +23,7 @@ assert BLOCK < 600 * 500
 
 
 @dataclass(frozen=True)
-class Sent:
+class RawReply:
     """A reply before it is checked."""
 
     client: str
@@ -32,45 +32,49 @@ class Sent:
     is_difference: bool = False
 
 
-def send(client: str, seed: int, scale: float = 0.01) -> Sent:
+def make_reply(client: str, seed: int, scale: float = 0.01) -> RawReply:
     rng = np.random.default_rng(seed)
     state = LAYOUT.unpack(MODEL)
     moved = {k: v + torch.as_tensor(scale * rng.standard_normal(v.shape)).to(v.dtype) for k, v in state.items()}
-    return Sent(client, {name: tensor.numpy() for name, tensor in moved.items()}, num_examples=10.0 + seed)
+    return RawReply(client, {name: tensor.numpy() for name, tensor in moved.items()}, num_examples=10.0 + seed)
 
 
-def spoil(sent: Sent, value: float, name: str = "0.weight") -> Sent:
-    array = sent.arrays[name].copy()
+def spoil(reply: RawReply, value: float, name: str = "0.weight") -> RawReply:
+    array = reply.arrays[name].copy()
     array.reshape(-1)[-1] = value
-    return replace(sent, arrays={**sent.arrays, name: array})
+    return replace(reply, arrays={**reply.arrays, name: array})
 
 
-def subtract_model(sent: Sent) -> Sent:
+def subtract_model(reply: RawReply) -> RawReply:
     before = LAYOUT.unpack(MODEL)
     params = {e.name for e in LAYOUT.entries if e.kind == "param"}
-    arrays = {name: a - before[name].numpy() if name in params else a for name, a in sent.arrays.items()}
-    return replace(sent, arrays=arrays, is_difference=True)
+    arrays = {name: a - before[name].numpy() if name in params else a for name, a in reply.arrays.items()}
+    return replace(reply, arrays=arrays, is_difference=True)
 
 
 def shift_bytes(array: np.ndarray) -> np.ndarray:
     return np.frombuffer(b"." + array.tobytes(), np.uint8)[1:].view(array.dtype).reshape(array.shape)
 
 
-def read(sent: Sent, layout: Layout, requirements: ReplyRequirements) -> TrainReply:
-    if sent.num_examples > requirements.max_examples:
+def read_reply(reply: RawReply, layout: Layout, requirements: ReplyRequirements) -> TrainReply:
+    if reply.num_examples > requirements.max_examples:
         raise RejectedReply("too many examples")
-    arrays = match_arrays(sent.arrays, lambda array: array, layout)
-    return TrainReply(sent.client, "home", arrays, sent.num_examples, {"loss": 1.0}, is_difference=sent.is_difference)
+    arrays = match_arrays(reply.arrays, lambda array: array, layout)
+    return TrainReply(
+        reply.client, "home", arrays, reply.num_examples, {"loss": 1.0}, is_difference=reply.is_difference
+    )
 
 
-def build(sent: list[Sent], model: Packed, layout: Layout, max_norm: float | str | None, budget: int | None) -> Cohort:
-    builder = CohortBuilder(layout, ReplyRequirements(max_norm=max_norm), read, budget=budget)
+def build_cohort(
+    replies: list[RawReply], model: Packed, layout: Layout, max_norm: float | str | None, budget: int | None
+) -> Cohort:
+    builder = CohortBuilder(layout, ReplyRequirements(max_norm=max_norm), read_reply, budget=budget)
     started, server = aggregate.uniform().init(layout), Server().init()
-    return builder.build(sent, RunState(round=0, seed=0, model=model, aggregator=started, server=server), {})
+    return builder.build(replies, RunState(round=0, seed=0, model=model, aggregator=started, server=server), {})
 
 
-def compare(
-    sent: list[Sent],
+def compare_with_matrix(
+    replies: list[RawReply],
     method: str = "uniform",
     max_norm: float | str | None = None,
     model: Packed = MODEL,
@@ -81,11 +85,11 @@ def compare(
     aggregator = replace(methods.get(method).aggregator, on_bad_update="skip")
     outcomes = []
     for writes_first in (True, False):
-        cohort = build(sent, model, layout, max_norm, budget)
+        cohort = build_cohort(replies, model, layout, max_norm, budget)
         if writes_first:
             assert cohort.updates.deltas.shape == (len(cohort.updates.clients), layout.sizes().params)
-        made = aggregator.apply(model, cohort.updates, aggregator.init(layout))
-        outcomes.append((made, cohort))
+        aggregated = aggregator.apply(model, cohort.updates, aggregator.init(layout))
+        outcomes.append((aggregated, cohort))
     (slow, with_matrix), (fast, without) = outcomes
     for name in ("params", "buffers", "counters"):
         assert torch.equal(getattr(slow.model, name), getattr(fast.model, name)), name
@@ -99,28 +103,34 @@ def compare(
 
 @pytest.mark.parametrize(("number", "method"), [(1, "uniform"), (3, "uniform"), (4, "fedavg"), (6, "afl")])
 def test_a_plain_mean_has_the_bits_of_the_matrix_and_writes_none(number, method):
-    sent = [send(f"site-{i}", i) for i in range(number)]
-    assert compare(sent, method) == (True, {})
+    replies = [make_reply(f"site-{i}", i) for i in range(number)]
+    assert compare_with_matrix(replies, method) == (True, {})
 
 
 def test_differences_and_whole_models_mix():
-    sent = [send("a", 1), subtract_model(send("b", 2)), send("c", 3), subtract_model(send("d", 4)), send("e", 5)]
-    assert compare(sent) == (True, {})
+    replies = [
+        make_reply("a", 1),
+        subtract_model(make_reply("b", 2)),
+        make_reply("c", 3),
+        subtract_model(make_reply("d", 4)),
+        make_reply("e", 5),
+    ]
+    assert compare_with_matrix(replies) == (True, {})
 
 
 def test_methods_that_read_updates_get_the_matrix():
-    sent = [send(f"site-{i}", i) for i in range(3)]
+    replies = [make_reply(f"site-{i}", i) for i in range(3)]
     for method in ("fedheal", "qffl:mode=reweight", "fedfv"):
-        wrote_none, skipped = compare(sent, method)
+        wrote_none, skipped = compare_with_matrix(replies, method)
         assert not skipped
         assert wrote_none == (method == "qffl:mode=reweight")
 
 
 @pytest.mark.parametrize("convert", [lambda a: a.astype(np.float64), lambda a: a.astype(">f4"), shift_bytes])
 def test_other_arrays_go_through_the_matrix(convert):
-    odd = send("b", 2)
+    odd = make_reply("b", 2)
     odd = replace(odd, arrays={n: convert(a) if a.dtype == np.float32 else a for n, a in odd.arrays.items()})
-    assert compare([send("a", 1), odd, send("c", 3)]) == (False, {})
+    assert compare_with_matrix([make_reply("a", 1), odd, make_reply("c", 3)]) == (False, {})
 
 
 def test_other_models_go_through_the_matrix():
@@ -128,48 +138,56 @@ def test_other_models_go_through_the_matrix():
     layout = Layout.of(module)
     model = layout.pack(module.state_dict())
     arrays = {name: t.detach().float().numpy() + 0.5 for name, t in module.state_dict().items()}
-    assert compare([Sent("a", arrays), Sent("b", arrays)], model=model, layout=layout) == (False, {})
+    assert compare_with_matrix([RawReply("a", arrays), RawReply("b", arrays)], model=model, layout=layout) == (
+        False,
+        {},
+    )
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_an_update_that_is_not_finite_is_skipped(value):
-    sent = [send("a", 1), spoil(send("b", 2), value), send("c", 3)]
-    wrote_none, skipped = compare(sent)
+    replies = [make_reply("a", 1), spoil(make_reply("b", 2), value), make_reply("c", 3)]
+    wrote_none, skipped = compare_with_matrix(replies)
     assert not wrote_none
     assert skipped.keys() == {"b"}
     assert "NaN, infinity" in skipped["b"]
 
 
 def test_a_bad_reply_leaves_the_rest_the_mean():
-    wrong = send("b", 2)
+    wrong = make_reply("b", 2)
     wrong = replace(wrong, arrays={**wrong.arrays, "0.weight": wrong.arrays["0.weight"].T})
-    oversized, no_buffer = replace(send("c", 3), num_examples=1e12), spoil(send("d", 4), np.nan, "1.running_mean")
-    wrote_none, skipped = compare([send("a", 1), wrong, oversized, send("e", 5)])
+    oversized, no_buffer = (
+        replace(make_reply("c", 3), num_examples=1e12),
+        spoil(make_reply("d", 4), np.nan, "1.running_mean"),
+    )
+    wrote_none, skipped = compare_with_matrix([make_reply("a", 1), wrong, oversized, make_reply("e", 5)])
     assert wrote_none
     assert skipped.keys() == {"b", "c"}
-    wrote_none, skipped = compare([send("a", 1), no_buffer, send("e", 5)])
+    wrote_none, skipped = compare_with_matrix([make_reply("a", 1), no_buffer, make_reply("e", 5)])
     assert skipped == {"d": "its buffers hold NaN or infinity"}
 
 
 def test_an_update_whose_square_overflows_counts():
-    sent = [send("a", 1), spoil(send("b", 2), 1e30), send("c", 3)]
-    assert compare(sent) == (False, {})
-    assert build(sent, MODEL, LAYOUT, None, None).find_far_norms().keys() == {"b"}
+    replies = [make_reply("a", 1), spoil(make_reply("b", 2), 1e30), make_reply("c", 3)]
+    assert compare_with_matrix(replies) == (False, {})
+    assert build_cohort(replies, MODEL, LAYOUT, None, None).find_far_norms().keys() == {"b"}
 
 
 @pytest.mark.parametrize("max_norm", [10.0, "auto"])
 @pytest.mark.parametrize("budget", [None, 0])
 def test_long_updates_are_left_out_before_the_mean(max_norm, budget):
-    sent = [send("a", 1), send("b", 2, scale=1.0), send("c", 3), send("d", 4)]
-    wrote_none, skipped = compare(sent, max_norm=max_norm, budget=budget)
+    replies = [make_reply("a", 1), make_reply("b", 2, scale=1.0), make_reply("c", 3), make_reply("d", 4)]
+    wrote_none, skipped = compare_with_matrix(replies, max_norm=max_norm, budget=budget)
     assert wrote_none
     assert skipped.keys() == {"b"}
     assert "max_norm" in skipped["b"]
-    assert compare(sent, budget=budget)[1] == {}
+    assert compare_with_matrix(replies, budget=budget)[1] == {}
 
 
 def test_a_long_update_is_named_by_the_pass_that_averages():
-    cohort = build([send("a", 1), send("b", 2, scale=1.0), send("c", 3)], MODEL, LAYOUT, None, None)
+    cohort = build_cohort(
+        [make_reply("a", 1), make_reply("b", 2, scale=1.0), make_reply("c", 3)], MODEL, LAYOUT, None, None
+    )
     aggregator = aggregate.uniform()
     aggregator.apply(MODEL, cohort.updates, aggregator.init(LAYOUT))
     assert "times the median" in cohort.find_far_norms()["b"]

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flower.keys import certificates, node_key
+from flower.keys import write_certificates, write_node_key
 from loopback import list_pids
 
 TESTS = Path(__file__).parents[1]
@@ -20,7 +20,7 @@ APP = Path(__file__).parent / "fragile"
 BIN = Path(sys.executable).parent
 
 
-def environment(home: Path) -> dict[str, str]:
+def make_environment(home: Path) -> dict[str, str]:
     source = str(Path(__import__("fedheal").__file__).parents[1])
     return os.environ | {
         "PATH": f"{BIN}:{os.environ['PATH']}",
@@ -56,7 +56,7 @@ class Deployment:
         (self.home / "config.toml").write_text(
             f'[superlink]\ndefault = "dep"\n\n[superlink.dep]\naddress = "127.0.0.1:8000"\n{connection}\n'
         )
-        self.env = environment(self.home)
+        self.env = make_environment(self.home)
         self.started: list[subprocess.Popen[bytes]] = []
         self.link: subprocess.Popen[bytes] | None = None
         self.nodes: dict[int, subprocess.Popen[bytes]] = {}
@@ -81,7 +81,7 @@ class Deployment:
         words = ["flower-superlink", *self.link_words, "--host", "127.0.0.1", "--port", "8000"]
         words += ["--database", str(self.folder / "state.db"), "--disable-runtime-dependency-installation"]
         link = self.link = self.start("link", words)
-        wait_for(lambda: link.poll() is not None or listens(link.pid, 8000), 90, lambda: self.log("link"))
+        wait_for(lambda: link.poll() is not None or is_listening(link.pid, 8000), 90, lambda: self.log("link"))
         assert link.poll() is None, self.log("link")
 
     def start_node(self, number: int, key: int | None = None) -> None:
@@ -105,19 +105,19 @@ class Deployment:
 
     def processes(self, word: str) -> list[int]:
         """Return the processes of this deployment whose command line contains this word."""
-        found = []
+        pids = []
         for pid in list_pids(self.inside):
             with suppress(OSError):
                 if word in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode():
-                    found.append(pid)
-        return found
+                    pids.append(pid)
+        return pids
 
 
 def start_secure_deployment(
     folder: Path, inside: Sequence[str], nodes: int, started: int | None = None, **keys: Any
 ) -> Deployment:
     """Start a SuperLink with TLS, register the keys `folder/key0`, ... and start the first SuperNodes, or all of them."""
-    certificates(folder, "good")
+    write_certificates(folder, "good")
     good = folder / "good"
     link = ["--ssl-ca-certfile", f"{good}.ca", "--ssl-certfile", f"{good}.crt", "--ssl-keyfile", f"{good}.key"]
 
@@ -129,7 +129,7 @@ def start_secure_deployment(
     deployment.start_link()
     registrations, began = [], time.monotonic()
     for number in range(nodes):
-        node_key(folder / f"key{number}")
+        write_node_key(folder / f"key{number}")
         words = ["flwr", "supernode", "register", f"{folder}/key{number}.pub", "dep", "--name", f"site-{number}"]
         registrations.append(deployment.start("register", words))
     for number, registration in enumerate(registrations):
@@ -140,7 +140,7 @@ def start_secure_deployment(
     return deployment
 
 
-def listens(pid: int, port: int) -> bool:
+def is_listening(pid: int, port: int) -> bool:
     """Return whether a process listens on this port of 127.0.0.1 in the namespace of process `pid`."""
     try:
         lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
@@ -153,7 +153,7 @@ def wait_for(what: Callable[[], Any], seconds: float, why: Callable[[], str] = l
     """Wait until the condition is true, and return its value."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if found := what():
-            return found
+        if value := what():
+            return value
         time.sleep(0.2)
     raise AssertionError(f"it did not happen within {seconds:g} s\n{why()}")

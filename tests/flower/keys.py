@@ -11,13 +11,13 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 
-def certificates(folder: Path, name: str) -> None:
+def write_certificates(folder: Path, name: str) -> None:
     """Write `name.ca`, and `name.crt` with `name.key`, signed by it, for a server on 127.0.0.1."""
     authority = ec.generate_private_key(ec.SECP384R1())
     issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"authority {name}")])
     usage = x509.KeyUsage(True, False, False, False, False, True, True, False, False)
     ca = (
-        _certificate(issuer, issuer, authority.public_key())
+        _start_certificate(issuer, issuer, authority.public_key())
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .add_extension(usage, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(authority.public_key()), critical=False)
@@ -27,7 +27,7 @@ def certificates(folder: Path, name: str) -> None:
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
     address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
     signed = (
-        _certificate(subject, issuer, server.public_key())
+        _start_certificate(subject, issuer, server.public_key())
         .add_extension(x509.SubjectAlternativeName([address, x509.DNSName("localhost")]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
@@ -39,7 +39,7 @@ def certificates(folder: Path, name: str) -> None:
     _write_key(folder / f"{name}.key", server, serialization.PrivateFormat.PKCS8)
 
 
-def node_key(path: Path) -> None:
+def write_node_key(path: Path) -> None:
     """Write `path` and `path.pub`, as ssh-keygen does."""
     key = ec.generate_private_key(ec.SECP384R1())
     _write_key(path, key, serialization.PrivateFormat.OpenSSH)
@@ -47,7 +47,9 @@ def node_key(path: Path) -> None:
     path.with_name(path.name + ".pub").write_bytes(public + b"\n")
 
 
-def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+def _start_certificate(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey
+) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()

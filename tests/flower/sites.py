@@ -21,7 +21,7 @@ class Sites:
     """One experiment's clients behind a ClientApp; `grid()` connects them as nodes 100, 101, ..."""
 
     def __init__(self, folder: Path | None = None, **keys: Any) -> None:
-        self.experiment: Experiment = quick(**{"model": "tiny_data:featured", **keys})
+        self.experiment: Experiment = quick(**{"model": "tiny_data:feature_model", **keys})
         torch.set_num_threads(self.experiment.threads)
         self.federation = build_federation(
             self.experiment, data.load_dataset(self.experiment.data), torch.device("cpu")

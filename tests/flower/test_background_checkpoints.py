@@ -18,24 +18,24 @@ from fedheal.flower.strategy import FairStrategy
 from fedheal.runs import folder as files
 from flower.local_grid import LocalGrid
 from flower.sites import Sites
-from flower.test_stock_client import EXAMPLES, make_stock_app, module
+from flower.test_stock_client import EXAMPLES, make_module, make_stock_app
 
 ROUNDS = 5
 save_now = files.save_checkpoint
 
 
-def start(rounds: int = ROUNDS, spoil: Any = None, **settings: Any) -> FairStrategy:
+def run_stock_clients(rounds: int = ROUNDS, spoil: Any = None, **settings: Any) -> FairStrategy:
     """Run stock clients; `spoil(strategy, reply)` may change their replies."""
     strategy = FedHEAL(**{"fraction_evaluate": 0.0, "min_train_nodes": 3, **settings})
     nodes = {7 + i: {"partition-id": i} for i in EXAMPLES}
     grid = LocalGrid(make_stock_app(), nodes, spoil and (lambda node, reply: spoil(strategy, reply)))
-    strategy.start(grid, ArrayRecord(module().state_dict()), num_rounds=rounds)
+    strategy.start(grid, ArrayRecord(make_module().state_dict()), num_rounds=rounds)
     return strategy
 
 
 @pytest.fixture(scope="module")
-def whole() -> FairStrategy:
-    return start()
+def uninterrupted_run() -> FairStrategy:
+    return run_stock_clients()
 
 
 def list_rounds(folder: Path) -> list[int]:
@@ -43,7 +43,7 @@ def list_rounds(folder: Path) -> list[int]:
 
 
 def assert_resumes_to(whole: FairStrategy, folder: Path) -> None:
-    resumed = start(folder=folder, resume=True)
+    resumed = run_stock_clients(folder=folder, resume=True)
     assert torch.equal(resumed.state.model.params, whole.state.model.params)
     assert resumed.state.aggregator == whole.state.aggregator
     assert [record.weights for record in resumed.history] == [record.weights for record in whole.history]
@@ -58,47 +58,49 @@ def stop_in_round(number: int, error: type[BaseException]) -> Any:
     return spoil
 
 
-def test_clients_train_while_a_checkpoint_is_written_and_the_next_step_waits_for_it(tmp_path, monkeypatch, whole):
-    asked, events = threading.Event(), []
+def test_clients_train_while_a_checkpoint_is_written_and_the_next_step_waits_for_it(
+    tmp_path, monkeypatch, uninterrupted_run
+):
+    clients_asked, events = threading.Event(), []
 
-    def save_late(folder: Path, number: int, *given: Any, **named: Any) -> None:
-        assert number == ROUNDS or asked.wait(20), "clients were not asked before the checkpoint was written"
-        asked.clear()
+    def save_late(folder: Path, number: int, *args: Any, **named: Any) -> None:
+        assert number == ROUNDS or clients_asked.wait(20), "clients were not asked before the checkpoint was written"
+        clients_asked.clear()
         events.append(f"begin {number}")
-        save_now(folder, number, *given, **named)
+        save_now(folder, number, *args, **named)
         events.append(f"saved {number}")
 
     def spoil(strategy: FairStrategy, reply: Message) -> list[Message]:
         if strategy.rounds.current.number > 1:
-            asked.set()
+            clients_asked.set()
         return [reply]
 
     monkeypatch.setattr(files, "save_checkpoint", save_late)
     apply = Aggregator.apply
     monkeypatch.setattr(Aggregator, "apply", lambda *a, **k: (events.append("step"), apply(*a, **k))[1])
-    strategy = start(spoil=spoil, folder=tmp_path / "run")
+    strategy = run_stock_clients(spoil=spoil, folder=tmp_path / "run")
     rounds = [("step", f"begin {n}", f"saved {n}") for n in range(1, ROUNDS + 1)]
     assert events == [event for names in rounds for event in names]
-    assert torch.equal(strategy.state.model.params, whole.state.model.params)
+    assert torch.equal(strategy.state.model.params, uninterrupted_run.state.model.params)
     # The checkpoint of a round holds that round's counts: the last but one leads to the same end.
     files.list_checkpoints(tmp_path / "run")[0].unlink()
-    assert_resumes_to(whole, tmp_path / "run")
+    assert_resumes_to(uninterrupted_run, tmp_path / "run")
 
 
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "an error"])
-def test_rounds_since_the_last_due_checkpoint_are_repeated(is_killed, tmp_path, monkeypatch, whole):
+def test_rounds_since_the_last_due_checkpoint_are_repeated(is_killed, tmp_path, monkeypatch, uninterrupted_run):
     with monkeypatch.context() as patch:
         if is_killed:  # nothing is done after the error
             patch.setattr(FairStrategy, "_save_after_error", lambda self: None)
         with pytest.raises(KeyboardInterrupt):
-            start(spoil=stop_in_round(4, KeyboardInterrupt), folder=tmp_path / "run", save_seconds=1e9)
+            run_stock_clients(spoil=stop_in_round(4, KeyboardInterrupt), folder=tmp_path / "run", save_seconds=1e9)
     assert list_rounds(tmp_path / "run") == ([1] if is_killed else [3, 1])
     assert len(files.read_rounds(tmp_path / "run")) == 3
-    assert_resumes_to(whole, tmp_path / "run")
+    assert_resumes_to(uninterrupted_run, tmp_path / "run")
 
 
 def test_a_run_that_ends_saves_its_last_round(tmp_path):
-    start(folder=tmp_path / "whole", save_seconds=1e9)
+    run_stock_clients(folder=tmp_path / "whole", save_seconds=1e9)
     assert list_rounds(tmp_path / "whole") == [ROUNDS, 1]
     assert (tmp_path / "whole" / "model.safetensors").exists()
 
@@ -107,25 +109,25 @@ def test_a_run_that_ends_saves_its_last_round(tmp_path):
         return [reply]
 
     with pytest.raises(NotEnoughNodes, match="resume=True continues from them"):
-        start(spoil=leave, folder=tmp_path / "left", save_seconds=1e9, wait_seconds=0.0)
+        run_stock_clients(spoil=leave, folder=tmp_path / "left", save_seconds=1e9, wait_seconds=0.0)
     assert list_rounds(tmp_path / "left") == [3, 1]
 
 
 @pytest.mark.parametrize("number", [2, ROUNDS], ids=["in the middle", "at the end"])
-def test_a_checkpoint_that_cannot_be_written_ends_the_run(number, tmp_path, monkeypatch, whole):
-    def fill_disk(folder: Path, at: int, *given: Any, **named: Any) -> None:
+def test_a_checkpoint_that_cannot_be_written_ends_the_run(number, tmp_path, monkeypatch, uninterrupted_run):
+    def fill_disk(folder: Path, at: int, *args: Any, **named: Any) -> None:
         if at == number:
             raise OSError(errno.ENOSPC, "No space left on device")
-        save_now(folder, at, *given, **named)
+        save_now(folder, at, *args, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(files, "save_checkpoint", fill_disk)
         with pytest.raises(OSError, match=r"a checkpoint was not written \(.*No space left.*; make room") as caught:
-            start(folder=tmp_path / "run")
+            run_stock_clients(folder=tmp_path / "run")
     assert caught.value.errno == errno.ENOSPC
     assert list_rounds(tmp_path / "run")[0] == number - 1
     assert not (tmp_path / "run" / "model.safetensors").exists()
-    assert_resumes_to(whole, tmp_path / "run")
+    assert_resumes_to(uninterrupted_run, tmp_path / "run")
 
 
 def test_where_clients_keep_a_state_every_round_is_saved(tmp_path):

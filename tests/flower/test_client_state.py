@@ -11,13 +11,13 @@ from fedheal.flower.client_state import ContextStore, FolderStore, SavedState, l
 
 
 def test_a_nodes_name():
-    def context(**config):
+    def make_context(**config):
         return Context(1, 2, config, RecordDict(), {})
 
-    assert get_client_name(context(name="clinic")) == "clinic"
-    assert get_client_name(context(**{"partition-id": 4})) == "partition-4"
+    assert get_client_name(make_context(name="clinic")) == "clinic"
+    assert get_client_name(make_context(**{"partition-id": 4})) == "partition-4"
     with pytest.raises(ValueError, match="neither 'name' nor 'partition-id'"):
-        get_client_name(context())
+        get_client_name(make_context())
 
 
 @pytest.fixture(params=["context", "folder"])
@@ -30,19 +30,19 @@ def store(request, tmp_path):
 
 
 def test_state_of_rounds_that_were_not_accepted_is_dropped(store):
-    def remember(number):
+    def save_round(number):
         store.save(number, {"n": torch.tensor([number])}, {"about": number})
 
     assert load_before_round(store, 1, None) == SavedState({}, {})
-    remember(1)
+    save_round(1)
     assert load_before_round(store, 2, 1) == ({"n": torch.tensor([1])}, {"about": 1}, 1)
-    remember(2)
-    remember(3)
+    save_round(2)
+    save_round(3)
     assert store.rounds() == [1, 2, 3]
     arrays, described, _ = load_before_round(store, 4, 2)  # round 3 never counted
     assert (arrays["n"].item(), described["about"]) == (2, 2)
     assert store.rounds() == [1, 2][-store.accepted_rounds_kept :]
-    remember(4)
+    save_round(4)
     assert load_before_round(store, 4, None)[1] == {"about": 2}  # round 4 is done again
     assert load_before_round(store, 3, 0) == SavedState({}, {})  # nothing ever counted
 

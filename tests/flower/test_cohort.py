@@ -17,50 +17,50 @@ from fedheal.flower import reply_reader
 from fedheal.flower.messages import describe_terms, record_to_tensors
 from fedheal.local.term import Term
 from flower.sites import Sites
-from flower.test_bad_replies import BAD, about, params_without_reply, run
+from flower.test_bad_replies import BAD, run_with_bad_replies, run_without_reply, set_client_info
 
 
 @pytest.mark.slow
 def test_the_messages_of_local_terms_are_checked():
-    def nan(reply: Message) -> list[Message]:
-        told = reply.content["fedheal.messages"]
-        told["0.change"] = Array(told["0.change"].numpy() * math.nan)
+    def send_nan(reply: Message) -> list[Message]:
+        record = reply.content["fedheal.messages"]
+        record["0.change"] = Array(record["0.change"].numpy() * math.nan)
         return [reply]
 
-    def short(reply: Message) -> list[Message]:
+    def send_short(reply: Message) -> list[Message]:
         reply.content["fedheal.messages"]["0.change"] = Array(np.zeros(2, np.float32))
         return [reply]
 
-    def none(reply: Message) -> list[Message]:
+    def send_nothing(reply: Message) -> list[Message]:
         del reply.content["fedheal.messages"]
         return [reply]
 
-    def told(values: np.ndarray) -> Callable[[Message], list[Message]]:
+    def send_values(values: np.ndarray) -> Callable[[Message], list[Message]]:
         return lambda reply: (reply.content["fedheal.messages"].update({"0.change": Array(values)}), [reply])[1]
 
-    words, long = told(np.array(["a", "b"])), told(np.zeros(2, np.longdouble))
-    for spoil in (nan, short, none, words, long):
-        strategy, name = run(spoil, "scaffold")
+    words, long = send_values(np.array(["a", "b"])), send_values(np.zeros(2, np.longdouble))
+    for spoil in (send_nan, send_short, send_nothing, words, long):
+        strategy, name = run_with_bad_replies(spoil, "scaffold")
         assert list(strategy.history[1].report["skipped"]) == [name]
-        assert torch.equal(strategy.state.model.params, params_without_reply("scaffold")[0])
+        assert torch.equal(strategy.state.model.params, run_without_reply("scaffold")[0])
 
 
 def test_messages_whose_mean_overflows_are_refused_and_clients_drop_that_round(monkeypatch):
-    """Many sites could still send together what no single one may."""
+    """Each message is finite, but their sum overflows."""
     monkeypatch.setattr(reply_reader, "MAX_MESSAGE", math.inf)
 
-    def huge(reply: Message) -> list[Message]:
+    def send_huge(reply: Message) -> list[Message]:
         record = reply.content["fedheal.messages"]
         record["0.change"] = Array(np.full_like(record["0.change"].numpy(), 3e38))
         return [reply]
 
-    strategy, _ = run({BAD: huge, BAD + 1: huge}, "scaffold")
+    strategy, _ = run_with_bad_replies({BAD: send_huge, BAD + 1: send_huge}, "scaffold")
     assert ["unmoved" in record.report for record in strategy.history] == [False, True, False]
     assert "'c' of Scaffold" in strategy.history[1].report["unmoved"]
     assert torch.isfinite(strategy.state.terms[0].shared["c"]).all()
     # Everyone discards what it learnt in round 2, so that c stays the mean of the clients' controls.
     nodes = range(BAD - 2, BAD + 3)
-    absent, _ = run(dict.fromkeys(nodes, lambda reply: []), "scaffold")
+    absent, _ = run_with_bad_replies(dict.fromkeys(nodes, lambda reply: []), "scaffold")
     assert torch.equal(strategy.state.terms[0].shared["c"], absent.state.terms[0].shared["c"])
     assert torch.equal(strategy.state.model.params, absent.state.model.params)
 
@@ -87,7 +87,7 @@ def test_the_servers_control_stays_the_mean_of_the_clients_controls_as_they_join
 
 
 def drop_terms(reply: Message) -> list[Message]:
-    """As of a client that trains in a loop of its own, and answers with `reply`."""
+    """Reply like a client with its own training loop, without the method's local terms."""
     del reply.content["fedheal"]["terms"]
     reply.content.pop("fedheal.messages", None)
     return [reply]
@@ -109,14 +109,17 @@ def test_local_terms_that_no_client_trains_with_are_an_error_of_the_app(method):
     ("spoil", "words"),
     [
         (drop_terms, "without the method's local terms"),
-        (about(terms=["FedProx(mu=9.0)"]), r"with \['FedProx\(mu=9.0\)'\]; .* trains with FedProx\(mu=0.01\)"),
-        (about(terms=7), "it trained with 7"),
+        (
+            set_client_info(terms=["FedProx(mu=9.0)"]),
+            r"with \['FedProx\(mu=9.0\)'\]; .* trains with FedProx\(mu=0.01\)",
+        ),
+        (set_client_info(terms=7), "it trained with 7"),
     ],
 )
 def test_a_client_that_trains_with_other_terms_is_skipped(spoil, words):
-    strategy, name = run(spoil, "fedprox")
+    strategy, name = run_with_bad_replies(spoil, "fedprox")
     assert re.search(words, strategy.history[1].report["skipped"][name])
-    assert torch.equal(strategy.state.model.params, params_without_reply("fedprox")[0])
+    assert torch.equal(strategy.state.model.params, run_without_reply("fedprox")[0])
 
 
 def test_a_method_without_terms_accepts_any_local_training():
@@ -128,8 +131,8 @@ def test_a_method_without_terms_accepts_any_local_training():
 
 def change_messages(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Message], list[Message]]:
     def spoil(reply: Message) -> list[Message]:
-        told = reply.content["fedheal.messages"]
-        told.update({key: Array(change(told[key].numpy())) for key in list(told)})
+        record = reply.content["fedheal.messages"]
+        record.update({key: Array(change(record[key].numpy())) for key in list(record)})
         return [reply]
 
     return spoil
@@ -148,12 +151,12 @@ BAD_MESSAGES = {
 
 
 def send_prototypes(features: int, classes: int = 3) -> Callable[[Message], list[Message]]:
-    """As of a client with another model, or one that knows of other classes."""
+    """Send prototypes of another model, or of other classes."""
 
     def spoil(reply: Message) -> list[Message]:
-        told = {"0.prototypes": np.ones((classes, features)), "0.count": np.ones(classes)}
-        made = {name: Array(values.astype(np.float32)) for name, values in told.items()}
-        reply.content["fedheal.messages"].update(made)
+        messages = {"0.prototypes": np.ones((classes, features)), "0.count": np.ones(classes)}
+        arrays = {name: Array(values.astype(np.float32)) for name, values in messages.items()}
+        reply.content["fedheal.messages"].update(arrays)
         return [reply]
 
     return spoil
@@ -182,12 +185,12 @@ def send_prototypes(features: int, classes: int = 3) -> Callable[[Message], list
 def test_the_first_prototypes_do_not_set_the_shape_for_all_clients(method, spoil, words):
     sites, first = Sites(method=method, rounds=6), []
 
-    def spoilt(node: int, reply: Message) -> list[Message]:
+    def spoil_first_node(node: int, reply: Message) -> list[Message]:
         first.append(node)
         return spoil(reply) if node == first[0] else [reply]
 
     strategy = sites.strategy(fraction_evaluate=0.0, fraction_train=0.2, min_train_nodes=1, seed=1)
-    strategy.start(sites.grid(spoilt), sites.initial, num_rounds=6)
+    strategy.start(sites.grid(spoil_first_node), sites.initial, num_rounds=6)
     bad = sites.names[first[0] - 100]
     if words:
         assert re.search(words, strategy.history[0].report["skipped"][bad])
@@ -227,7 +230,7 @@ def test_in_cohorts_of_one_a_bad_term_message_does_not_end_the_run(method, case)
 
 @dataclass(frozen=True)
 class Shrinking(Term):
-    """A term that somebody made, with a function among its fields."""
+    """A user's term that has a function among its fields."""
 
     mu: float
     by: Callable[[float], float]

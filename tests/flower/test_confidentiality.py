@@ -20,13 +20,13 @@ def test_a_newcomer_cannot_confirm_guessed_names(method, tmp_path):
     strategy, grid = sites.strategy(fraction_evaluate=0.0), sites.grid()
     strategy.start(grid, sites.initial, num_rounds=2)
     for_newcomer, for_member = strategy._make_messages([999, 100], {}, ConfigRecord(), 3, "train")
-    told = RoundInstructions.from_message(for_newcomer)
-    assert [told.get_accepted_round(name) for name in sites.names] == [0] * 5
+    instructions = RoundInstructions.from_message(for_newcomer)
+    assert [instructions.get_accepted_round(name) for name in sites.names] == [0] * 5
     assert RoundInstructions.from_message(for_member).get_accepted_round(sites.names[0]) == 2
     if method == "scaffold":  # a member on a new node finds its own round
         tokens = {name: open_store(grid.contexts[100], name, tmp_path).read_token() for name in sites.names}
         assert len(set(tokens.values())) == 5
-        assert [told.get_accepted_round(name, tokens[name]) for name in sites.names] == [2] * 5
+        assert [instructions.get_accepted_round(name, tokens[name]) for name in sites.names] == [2] * 5
 
 
 def read_modes(folder: Path) -> set[int]:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import fedheal
 from flower.deployment import Deployment, start_secure_deployment, wait_for
-from flower.keys import certificates, node_key
+from flower.keys import write_certificates, write_node_key
 from loopback import loopback
 from needs import needs
 from tiny_data import QUICK
@@ -32,34 +32,34 @@ def deployment(tmp_path_factory) -> Iterator[Deployment]:
     """SuperNodes 0 to 3 have registered keys, 4 has one that is not; 0 and 1 are started."""
     needs("root", "netns")
     folder = tmp_path_factory.mktemp("secure")
-    certificates(folder, "other")
-    node_key(folder / "key4")
+    write_certificates(folder, "other")
+    write_node_key(folder / "key4")
     with loopback() as inside:
         deployment = start_secure_deployment(folder, inside, nodes=4, started=2)
         yield deployment
         deployment.close()
 
 
-def simulated(rounds: int, method: str = "fedheal") -> dict[str, torch.Tensor]:
-    """The model that the project's own simulator makes of the same clients and seeds."""
+def run_simulation(rounds: int, method: str = "fedheal") -> dict[str, torch.Tensor]:
+    """Return the model of the simulator with the same clients and seeds."""
     experiment = fedheal.Experiment(
-        **QUICK | {"model": "tiny_data:featured", "rounds": rounds, "method": method}, only=SITES
+        **QUICK | {"model": "tiny_data:feature_model", "rounds": rounds, "method": method}, only=SITES
     )
     return fedheal.run(experiment).model.state_dict()
 
 
-def difference(folder: Path, expected: dict[str, torch.Tensor]) -> float:
-    found = load_file(folder / "model.safetensors")
-    assert found.keys() == expected.keys()
-    return max(float((found[name].double() - value.double()).abs().max()) for name, value in expected.items())
+def measure_difference(folder: Path, expected: dict[str, torch.Tensor]) -> float:
+    state_dict = load_file(folder / "model.safetensors")
+    assert state_dict.keys() == expected.keys()
+    return max(float((state_dict[name].double() - value.double()).abs().max()) for name, value in expected.items())
 
 
-def rounds(folder: Path) -> list[dict]:
+def read_rounds(folder: Path) -> list[dict]:
     path = folder / "rounds.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def wait(deployment: Deployment, run, folder: Path, seconds: float) -> None:
+def wait_for_run(deployment: Deployment, run, folder: Path, seconds: float) -> None:
     assert run.wait(seconds) == 0, deployment.log(f"run-{folder.name}")
     assert (folder / "model.safetensors").exists(), deployment.log(f"run-{folder.name}")
 
@@ -84,7 +84,7 @@ def test_over_tls_with_node_keys_killed_servers_resume_to_the_simulators_model(d
     wait_for(lambda: "CERTIFICATE_VERIFY_FAILED" in deployment.log("stranger"), 90, lambda: deployment.log("stranger"))
     for process in (stranger, deployment.nodes.pop(4)):
         deployment.kill(process)
-    wait_for(lambda: len(rounds(folder)) == 1, 240, lambda: deployment.log("run-killed"))
+    wait_for(lambda: len(read_rounds(folder)) == 1, 240, lambda: deployment.log("run-killed"))
     for pid in wait_for(lambda: deployment.processes("flwr-serverapp"), 10):
         os.kill(pid, signal.SIGKILL)
     deployment.kill(run, signal.SIGTERM)
@@ -102,11 +102,11 @@ def test_over_tls_with_node_keys_killed_servers_resume_to_the_simulators_model(d
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not deployment.processes("flwr-serverapp"), 30)
     run = deployment.run(folder, resume=True, **config)
-    wait(deployment, run, folder, 300)
-    records = rounds(folder)
+    wait_for_run(deployment, run, folder, 300)
+    records = read_rounds(folder)
     assert [record["round"] for record in records] == [1, 2]
     assert [record["cohort"] for record in records] == [2, 2]  # the strangers were never asked
-    assert difference(folder, simulated(2, "scaffold+fedheal")) <= 1e-6
+    assert measure_difference(folder, run_simulation(2, "scaffold+fedheal")) <= 1e-6
     result = json.loads((folder / "result.json").read_text())
     assert result["trained"] == {site: site.split("-")[0] for site in sorted(SITES)}
     assert result["test_sizes"] == {"noisy": 15, "plain": 20}
@@ -121,8 +121,8 @@ def test_a_round_survives_a_dead_node_a_raising_site_and_nan(deployment, tmp_pat
     wait_for((folder / "federation.toml").exists, 80 + timeout, lambda: deployment.log("run-faults"))
     wait_for(lambda: deployment.processes("flwr-clientapp"), 20 + timeout, lambda: deployment.log("run-faults"))
     deployment.kill(deployment.nodes[3])  # the site that sleeps in round 1
-    wait(deployment, run, folder, 220 + 2 * timeout)
-    first, second = rounds(folder)
+    wait_for_run(deployment, run, folder, 220 + 2 * timeout)
+    first, second = read_rounds(folder)
     skipped, missing = first["report"]["skipped"], first["report"]["missing"]
     assert len({*skipped, *missing}) == 3  # the SuperLink may report the dead node, or nobody
     assert (

@@ -23,8 +23,8 @@ START = FairStrategy.start
 
 
 @pytest.fixture
-def served(monkeypatch):
-    """The strategy that the server app starts with these settings."""
+def start_server_app(monkeypatch):
+    """A function that runs the server app with these settings and returns its strategy."""
     monkeypatch.syspath_prepend(str(FOLDER))
     from fair_digits import server_app
 
@@ -38,38 +38,38 @@ def served(monkeypatch):
     return serve
 
 
-def test_masks_on_the_sites_take_the_methods_parameters(served):
-    strategy = served(method="fedheal:tau=0.7,beta=0.1", placement="client")
+def test_masks_on_the_sites_take_the_methods_parameters(start_server_app):
+    strategy = start_server_app(method="fedheal:tau=0.7,beta=0.1", placement="client")
     assert strategy.name == "fedavg+fedheal:tau=0.7,beta=0.1 (on clients)"
     assert (strategy.settings.tau, strategy.requirements.masked) == (0.7, True)
-    assert served(method="fedheal:tau=0.7", placement="server").name == "fedavg+fedheal:tau=0.7"
+    assert start_server_app(method="fedheal:tau=0.7", placement="server").name == "fedavg+fedheal:tau=0.7"
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedfv", "fphl", "fedprox:mu=0.1+fedheal", "fedheal:soft=true"])
-def test_methods_that_cannot_be_placed_on_the_sites_are_refused(served, method):
+def test_methods_that_cannot_be_placed_on_the_sites_are_refused(start_server_app, method):
     with pytest.raises(ValueError, match=r"placement = 'client' with method = .*: use 'fedheal'"):
-        served(method=method, placement="client")
+        start_server_app(method=method, placement="client")
 
 
-def test_an_unknown_placement_is_refused(served):
+def test_an_unknown_placement_is_refused(start_server_app):
     with pytest.raises(ValueError, match="placement = 'clients': use one of"):
-        served(method="fedheal", placement="clients")
+        start_server_app(method="fedheal", placement="clients")
 
 
-def test_a_method_that_validates_needs_held_out_examples(served):
+def test_a_method_that_validates_needs_held_out_examples(start_server_app):
     with pytest.raises(
         ValueError, match=r"method = '.*fedga' needs examples held out at each site: set validation = 0.2"
     ):
-        served(method="fedga")
+        start_server_app(method="fedga")
 
 
 @pytest.mark.slow
-def test_a_method_that_validates_trains_with_examples_held_out(served):
+def test_a_method_that_validates_trains_with_examples_held_out(start_server_app):
     from fair_digits import client_app
     from fair_digits.task import describe_experiment
 
     keys = {"method": "fedga", "validation": 0.2, "steps": 1, "num-server-rounds": 1}
-    strategy = served(**keys)
+    strategy = start_server_app(**keys)
     grid = LocalGrid(client_app.app, {7 + i: {"partition-id": i, "num-partitions": 2} for i in range(2)})
     for context in grid.contexts.values():
         context.run_config = CONFIG | keys
@@ -100,10 +100,10 @@ def test_the_summary_of_many_clients_handles_rounds_without_replies(silent, monk
     config = {"num-server-rounds": 2, "fraction": 1.0, "tau": 0.6, "summary": str(tmp_path / "summary.json")}
     grid = LocalGrid(client_app.app, {7 + i: {"partition-id": i} for i in range(2)}, spoil)
     server_app.app(grid, Context(1, 1, {}, RecordDict(), config))
-    found = json.loads((tmp_path / "summary.json").read_text())
-    assert (found["rounds"], found["clients seen"]) == (2, 2 * (silent - 1))
-    assert found["kept entries in the last round"] is None
-    assert (found["numbers kept per client"] is None) == (silent == 1)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["rounds"], summary["clients seen"]) == (2, 2 * (silent - 1))
+    assert summary["kept entries in the last round"] is None
+    assert (summary["numbers kept per client"] is None) == (silent == 1)
 
 
 @pytest.mark.slow
@@ -114,21 +114,21 @@ def test_masks_on_many_clients_cost_the_server_four_numbers_each(monkeypatch, tm
     config = {"num-server-rounds": 8, "fraction": 0.1, "tau": 0.6, "summary": str(tmp_path / "summary.json")}
     grid = LocalGrid(client_app.app, {7 + i: {"partition-id": i} for i in range(150)})
     server_app.app(grid, Context(1, 1, {}, RecordDict(), config))
-    found = json.loads((tmp_path / "summary.json").read_text())
-    assert (found["clients"], found["rounds"], found["asked a round"], found["no reply"]) == (150, 8, 15, 0)
-    assert found["clients seen"] > 50
-    assert found["numbers kept per client"] == 4
-    assert found["bytes kept"] < found["bytes of sign counts on a server"] / 100
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["clients"], summary["rounds"], summary["asked a round"], summary["no reply"]) == (150, 8, 15, 0)
+    assert summary["clients seen"] > 50
+    assert summary["numbers kept per client"] == 4
+    assert summary["bytes kept"] < summary["bytes of sign counts on a server"] / 100
     assert (
-        0.5 < found["kept entries in the last round"] < 1
+        0.5 < summary["kept entries in the last round"] < 1
     )  # a client that returns drops what disagrees with its history
-    assert found["training loss"][1] < found["training loss"][0] / 2
+    assert summary["training loss"][1] < summary["training loss"][0] / 2
 
 
 def test_the_guides_connection_is_one_that_flower_takes():
     guide = (FOLDER.parents[1] / "docs" / "flower.md").read_text(encoding="utf-8")
     block = re.search(r"^```\n(\[superlink\..*?)^```", guide, re.S | re.M)
     (name, keys), *_ = tomllib.loads(block[1])["superlink"].items()
-    found = SuperLinkConnection(name, **{key.replace("-", "_"): value for key, value in keys.items()})
-    assert found.address == "127.0.0.1:8000"
-    assert not found.insecure
+    connection = SuperLinkConnection(name, **{key.replace("-", "_"): value for key, value in keys.items()})
+    assert connection.address == "127.0.0.1:8000"
+    assert not connection.insecure

@@ -12,8 +12,8 @@ from flwr.clientapp import ClientApp
 from fedheal import methods
 from fedheal.flower import FairStrategy, FedHEAL, client
 from flower.local_grid import LocalGrid
-from flower.test_stock_client import EXAMPLES, make_helper_app, module
-from local.quadratic import bowl, federation, make_engine, vector
+from flower.test_stock_client import EXAMPLES, make_helper_app, make_module
+from local.quadratic import make_engine, make_gradient, make_quadratic_federation, vector
 
 CENTRES = {"a": -4.0, "b": 0.0, "c": 2.0, "d": 10.0}  # the optimum is their mean, 2
 OWN, MEAN = {"scaffold": "c", "feddyn": "g"}, {"scaffold": "c", "feddyn": "h"}
@@ -25,9 +25,9 @@ class Quadratics:
     def __init__(self, method: str, folder: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
         (self.term,) = methods.get(method).local
         self.method, self.folder = method, folder
-        fed = federation(self.term, dict.fromkeys(CENTRES, 0.25), 1)
-        engine = make_engine(fed, {name: bowl(vector(centre)) for name, centre in CENTRES.items()})
-        monkeypatch.setattr(client.serial, "train_client", lambda _, *given: next(engine.train(*given[:2], given[2:])))
+        fed = make_quadratic_federation(self.term, dict.fromkeys(CENTRES, 0.25), 1)
+        engine = make_engine(fed, {name: make_gradient(vector(centre)) for name, centre in CENTRES.items()})
+        monkeypatch.setattr(client.serial, "train_client", lambda _, *args: next(engine.train(*args[:2], args[2:])))
         app = ClientApp()
         self.slots: dict[str, float] = {}
 
@@ -43,14 +43,14 @@ class Quadratics:
         self.grid = LocalGrid(app, {i: {"name": name} for i, name in enumerate(CENTRES, 1)})
 
     def run(self, rounds: int, changes: dict[int, tuple[int, str]]) -> FairStrategy:
-        """`changes`: round -> a node, and how it loses its state before that round."""
+        """Run some rounds; `changes` gives, by round, a node and how it loses its state before that round."""
         strategy = FairStrategy(self.method, fraction_evaluate=0.0, clients=4)
         before = strategy.configure_train
 
-        def configure(number: int, *given):
+        def configure(number: int, *args):
             if number in changes:
                 self.lose(*changes[number])
-            return before(number, *given)
+            return before(number, *args)
 
         strategy.configure_train = configure
         strategy.start(self.grid, ArrayRecord({"w": torch.zeros(1, dtype=torch.float64)}), num_rounds=rounds)
@@ -101,7 +101,7 @@ def test_sites_that_lose_their_controls_do_not_move_the_optimum(method, how, tmp
 
 
 def test_right_after_a_loss_the_servers_control_is_the_mean_of_what_the_sites_use(monkeypatch):
-    """They all use zero, absent ones too: site b trains in round 3 no more, and its old control is void afterwards."""
+    """After a loss all sites use a control of zero, also absent ones: the old control of site b is not used any more."""
     sites = Quadratics("scaffold", None, monkeypatch)
     strategy = sites.run(3, {3: (4, "context")})
     assert strategy.federation.restarted == 3
@@ -124,7 +124,7 @@ def test_a_lost_history_of_signs_is_recorded_and_changes_nothing_else():
         return [reply]
 
     grid.spoil = forget
-    strategy.start(grid, ArrayRecord(module().state_dict()), num_rounds=3)
+    strategy.start(grid, ArrayRecord(make_module().state_dict()), num_rounds=3)
     assert [list(record.report.get("lost_states", {})) for record in strategy.history] == [[], [], ["partition-1"]]
     assert strategy.federation.restarted == 0
     assert all(record.report["skipped"] == {} for record in strategy.history)

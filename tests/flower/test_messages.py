@@ -26,18 +26,18 @@ def test_arrays_are_flowers_and_read_without_a_copy(dtype, shape):
     assert (ours.dtype, ours.shape, ours.stype) == (theirs.dtype, theirs.shape, theirs.stype)
     assert np.array_equal(ours.numpy(), values)
     for array in (ours, theirs):
-        found = messages.view_array(array)
-        assert found.dtype == values.dtype
-        assert np.array_equal(found, values)
+        array_view = messages.view_array(array)
+        assert array_view.dtype == values.dtype
+        assert np.array_equal(array_view, values)
 
 
 def test_bfloat16_travels_as_float32_and_comes_back_as_it_was():
     values = torch.arange(-400, 400, dtype=torch.int16).view(torch.bfloat16).nan_to_num().reshape(2, 400)
-    sent = messages.tensors_to_record({"x": values})
-    assert np.array_equal(sent["x"].numpy(), values.to(torch.float32).numpy())  # what a stock client finds
-    assert torch.equal(messages.record_to_tensors(sent)["x"].view(torch.int16), values.view(torch.int16))
-    layout = messages.infer_layout(sent)
-    plain = ArrayRecord({"x": Array(sent["x"].numpy())})  # as a stock client or a wrapper sends it on
+    record = messages.tensors_to_record({"x": values})
+    assert np.array_equal(record["x"].numpy(), values.to(torch.float32).numpy())  # what a stock client finds
+    assert torch.equal(messages.record_to_tensors(record)["x"].view(torch.int16), values.view(torch.int16))
+    layout = messages.infer_layout(record)
+    plain = ArrayRecord({"x": Array(record["x"].numpy())})  # as a stock client or a wrapper sends it on
     assert torch.equal(messages.record_to_model(layout, plain).params, values.reshape(-1))
     assert torch.equal(
         layout.pack(messages.match_bfloat16(layout, {"x": values.to(torch.float32)})).params, values.reshape(-1)
@@ -68,25 +68,25 @@ def test_column_major_arrays_are_read_as_such():
 def test_every_version_of_numpys_format_is_read(version):
     file = io.BytesIO()
     np.lib.format.write_array(file, np.arange(6.0).reshape(2, 3), version)
-    found = messages.view_array(Array("float64", (2, 3), "numpy.ndarray", file.getvalue()))
-    assert np.array_equal(found, np.arange(6.0).reshape(2, 3))
+    array_view = messages.view_array(Array("float64", (2, 3), "numpy.ndarray", file.getvalue()))
+    assert np.array_equal(array_view, np.arange(6.0).reshape(2, 3))
 
 
-def archive() -> bytes:
+def make_archive() -> bytes:
     file = io.BytesIO()
     np.savez(file, x=np.zeros(3, np.float32))
     return file.getvalue()
 
 
 def make_npy_bytes(text: str, version: int = 1) -> bytes:
-    """An array of numpy's format with this for a header."""
+    """Return bytes of numpy's file format with this header."""
     length = len(text).to_bytes(2 if version == 1 else 4, "little")
     return b"\x93NUMPY" + bytes([version, 0]) + length + text.encode("latin1") + bytes(12)
 
 
 NO_ARRAYS = {
     "nothing": b"",
-    "an archive": archive(),
+    "an archive": make_archive(),
     "a broken archive": b"PK\x03\x04" + b"x" * 200,
     "a version to come": b"\x93NUMPY\x09\x00aa",
     "a header cut short": b"\x93NUMPY\x01\x00",

@@ -15,7 +15,7 @@ from fedheal.flower import FairStrategy, FedHEAL, client
 from fedheal.runs import folder as records
 from flower.local_grid import LocalGrid
 from flower.sites import Sites
-from flower.test_bad_replies import error_of_the_superlink
+from flower.test_bad_replies import reply_with_superlink_error
 
 
 def rename_client(reply: Message, name: str | None) -> list[Message]:
@@ -83,7 +83,7 @@ def test_a_name_moves_when_its_node_is_gone_or_silent():
 
 
 def test_a_registered_site_cannot_silence_another_by_its_name():
-    """Neither a newcomer, nor a site that had a name of its own."""
+    """Neither a new node nor a site with another name can take a name that is in use."""
     sites = Sites(rounds=3)
     strategy, grid, victim = sites.strategy(fraction_evaluate=0.0), sites.grid(), sites.names[4]
 
@@ -123,7 +123,7 @@ def test_an_error_of_the_old_node_does_not_skip_a_client_that_replies_from_a_new
         number = strategy.rounds.current.number
         if number == 2 and node == 104:
             grid.contexts[204] = grid.contexts[104]
-        return error_of_the_superlink(reply) if number == 3 and node == 104 else [reply]
+        return reply_with_superlink_error(reply) if number == 3 and node == 104 else [reply]
 
     grid.spoil = spoil
     strategy.start(grid, sites.initial, num_rounds=3)
@@ -135,7 +135,7 @@ def test_an_error_of_the_old_node_does_not_skip_a_client_that_replies_from_a_new
 
 
 def make_half_named_app(evaluate: Callable[[Message, Context], Message]) -> ClientApp:
-    """Training gives a name and a domain; what evaluation gives is up to the caller."""
+    """Return an app whose training replies have a name and a domain, with this evaluation."""
     app = ClientApp()
 
     @app.train()
@@ -149,28 +149,30 @@ def make_half_named_app(evaluate: Callable[[Message, Context], Message]) -> Clie
     return app
 
 
-def accuracy(context: Context) -> dict[str, float]:
+def make_accuracy(context: Context) -> dict[str, float]:
     return {"accuracy": 0.5 + 0.1 * context.node_config["partition-id"]}
 
 
-def unnamed(message: Message, context: Context) -> Message:
-    return Message(RecordDict({"metrics": MetricRecord({**accuracy(context), "num-examples": 10})}), reply_to=message)
+def evaluate_unnamed(message: Message, context: Context) -> Message:
+    return Message(
+        RecordDict({"metrics": MetricRecord({**make_accuracy(context), "num-examples": 10})}), reply_to=message
+    )
 
 
-def with_partition(message: Message, context: Context) -> Message:
-    reply = unnamed(message, context)
+def evaluate_with_partition(message: Message, context: Context) -> Message:
+    reply = evaluate_unnamed(message, context)
     reply.content["who"] = ConfigRecord({"partition-id": context.node_config["partition-id"]})
     return reply
 
 
-def with_helper(message: Message, context: Context) -> Message:
+def evaluate_with_helper(message: Message, context: Context) -> Message:
     i = context.node_config["partition-id"]
     return client.reply_evaluation(
-        message, context, 10, accuracy(context), name=f"site{i}", domain="rural" if i else "city"
+        message, context, 10, make_accuracy(context), name=f"site{i}", domain="rural" if i else "city"
     )
 
 
-@pytest.mark.parametrize("evaluate", [unnamed, with_partition, with_helper])
+@pytest.mark.parametrize("evaluate", [evaluate_unnamed, evaluate_with_partition, evaluate_with_helper])
 def test_an_evaluation_without_a_name_keeps_the_known_name_domain_and_state(evaluate, tmp_path):
     def run(**settings: Any) -> FairStrategy:
         strategy = FedHEAL(tau=0.6, placement="client", **settings)
@@ -178,10 +180,10 @@ def test_an_evaluation_without_a_name_keeps_the_known_name_domain_and_state(eval
         strategy.start(grid, ArrayRecord({"w": torch.zeros(3)}), num_rounds=6)
         return strategy
 
-    judged, blind = run(folder=tmp_path / "run"), run(fraction_evaluate=0.0)
-    assert judged.registry.names == {7: "site0", 8: "site1", 9: "site2"}
-    assert min(judged.history[-1].report["kept"].values()) < 1  # the clients' sign counts are still there
-    assert torch.equal(judged.state.model.params, blind.state.model.params)
+    evaluated, blind = run(folder=tmp_path / "run"), run(fraction_evaluate=0.0)
+    assert evaluated.registry.names == {7: "site0", 8: "site1", 9: "site2"}
+    assert min(evaluated.history[-1].report["kept"].values()) < 1  # the clients' sign counts are still there
+    assert torch.equal(evaluated.state.model.params, blind.state.model.params)
     result = records.read_json(tmp_path / "run" / "result.json")
     assert result["clients"] == pytest.approx({"site0": 50, "site1": 60, "site2": 70})
     assert result["domains"] == pytest.approx({"city": 50, "rural": 65})
@@ -199,8 +201,8 @@ def test_history_belongs_to_the_name_whatever_the_node():
     old, new = sites.grid(), sites.grid(first=900)
     for number in (1, 2, 3, 4):
         grid = old if number < 3 else new
-        asked = strategy.configure_train(number, arrays, ConfigRecord(), grid)
-        arrays, _ = strategy.aggregate_train(number, grid.send_and_receive(asked))
+        messages = strategy.configure_train(number, arrays, ConfigRecord(), grid)
+        arrays, _ = strategy.aggregate_train(number, grid.send_and_receive(messages))
         strategy.aggregate_evaluate(number, ())
     assert torch.equal(strategy.state.model.params, whole.state.model.params)
 

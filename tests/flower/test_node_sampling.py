@@ -80,15 +80,15 @@ def test_a_late_joiner_and_a_leaver():
 
 @pytest.mark.slow
 def test_a_part_of_the_nodes_is_chosen_by_seed_and_round():
-    def cohorts(seed: int, first: int) -> list[list[int]]:
+    def draw_cohorts(seed: int, first: int) -> list[list[int]]:
         sites = Sites(rounds=4)
         strategy, grid = sites.strategy(seed=seed, fraction_train=0.4, fraction_evaluate=0.0), sites.grid(first=first)
         strategy.start(grid, sites.initial, num_rounds=4)
-        return [[node - first for node in asked] for asked in grid.asked]
+        return [[node - first for node in nodes] for nodes in grid.asked]
 
-    assert cohorts(0, 100) == cohorts(0, 100)
-    assert cohorts(0, 100) != cohorts(1, 100)
-    assert all(len(cohort) == 2 for cohort in cohorts(0, 100))
+    assert draw_cohorts(0, 100) == draw_cohorts(0, 100)
+    assert draw_cohorts(0, 100) != draw_cohorts(1, 100)
+    assert all(len(cohort) == 2 for cohort in draw_cohorts(0, 100))
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_updates_beyond_the_budget_go_to_a_file_and_change_nothing():
 
 @pytest.mark.slow
 def test_with_a_roll_call_the_same_sites_are_drawn_whatever_their_node_ids():
-    def cohorts(order: list[int]) -> list[list[str]]:
+    def draw_cohorts(order: list[int]) -> list[list[str]]:
         sites = Sites(rounds=4)
         grid = LocalGrid(sites.app, {50 + i: {"partition-id": p} for i, p in enumerate(order)})
         strategy = sites.strategy(fraction_train=0.4, fraction_evaluate=0.0, roll_call=True)
@@ -163,7 +163,7 @@ def test_with_a_roll_call_the_same_sites_are_drawn_whatever_their_node_ids():
         assert len(grid.asked) == 5
         return [sorted(record.weights) for record in strategy.history]
 
-    assert cohorts([0, 1, 2, 3, 4]) == cohorts([3, 1, 4, 0, 2])
+    assert draw_cohorts([0, 1, 2, 3, 4]) == draw_cohorts([3, 1, 4, 0, 2])
 
 
 @pytest.mark.slow
@@ -173,8 +173,8 @@ def test_the_cohort_by_names_matches_the_simulator():
     expected = fedheal.run(sites.experiment)
     for ours, theirs in zip(strategy.history, expected.history, strict=True):
         assert ours.weights == pytest.approx(theirs.weights)
-    found = sites.federation.local_training.layout.unpack(strategy.state.model)
-    assert all(torch.equal(found[name], value) for name, value in expected.model.state_dict().items())
+    actual = sites.federation.local_training.layout.unpack(strategy.state.model)
+    assert all(torch.equal(actual[name], value) for name, value in expected.model.state_dict().items())
 
 
 def test_a_stock_app_without_a_query_is_drawn_by_node_id():

@@ -50,7 +50,7 @@ def test_telemetry_is_off_and_only_the_fleet_api_is_open_in_the_examples():
 
 
 def test_the_unit_finds_flowers_other_programs():
-    """A SuperNode starts `flower-superexec` by name; without it, it neither works nor ends."""
+    """A SuperNode starts `flower-superexec` by name, and hangs if it is not on the PATH."""
     unit = (DEPLOY / "supernode.service").read_text(encoding="utf-8")
     program = re.search(r"^ExecStart=(\S+)/flower-supernode ", unit, re.MULTILINE)
     path = re.search(r"^Environment=PATH=(\S+)$", unit, re.MULTILINE)

@@ -13,8 +13,8 @@ from flower.sites import Sites
 pytestmark = pytest.mark.slow
 
 
-def simulated(sites: Sites):
-    """The simulator's last state and its records."""
+def run_simulation(sites: Sites):
+    """Return the simulator's last state and its records."""
     federation, last = sites.federation, sites.experiment.rounds
     federation.local_training.module.load_state_dict({k: torch.from_numpy(v.numpy()) for k, v in sites.initial.items()})
     engine = SerialEngine(federation.local_training)
@@ -49,7 +49,7 @@ SLOW = (
 @pytest.mark.parametrize("method", [*QUICK, *(pytest.param(method, marks=pytest.mark.slow) for method in SLOW)])
 def test_the_model_matches_the_simulator(method):
     sites = Sites(method=method)
-    state, records = simulated(sites)
+    state, records = run_simulation(sites)
     strategy = sites.run()
     for name in ("params", "buffers", "counters"):
         ours, theirs = getattr(strategy.state.model, name), getattr(state.model, name)
@@ -73,7 +73,7 @@ def test_the_model_matches_the_simulator(method):
 )
 def test_half_precision_models_match_the_simulator(model, method):
     sites = Sites(method=method, model=model)
-    state, _ = simulated(sites)
+    state, _ = run_simulation(sites)
     assert state.model.params.dtype.itemsize == 2
     for budget in (None, 0):
         strategy = sites.run(budget=budget)
@@ -86,7 +86,7 @@ def test_half_precision_models_match_the_simulator(model, method):
 
 def test_masks_on_the_clients_give_the_same_model_with_a_handful_of_numbers_on_the_server():
     sites = Sites(method="fedheal:tau=0.6", rounds=6)
-    state, _ = simulated(sites)
+    state, _ = run_simulation(sites)
     strategy = FedHEAL(tau=0.6, placement="client", model=sites.federation.local_training.layout)
     strategy.start(sites.grid(), sites.initial, num_rounds=6)
     torch.testing.assert_close(strategy.state.model.params, state.model.params, rtol=0, atol=1e-6)
@@ -100,16 +100,16 @@ def test_masks_on_the_clients_give_the_same_model_with_a_handful_of_numbers_on_t
 
 
 def test_a_method_with_personal_state_needs_its_slots_back():
-    """If clients forgot their slots the results would differ: the parity above rests on them."""
+    """Without their slots the clients would give other results, so the tests above do check them."""
     sites = Sites(method="scaffold")
-    state, _ = simulated(sites)
+    state, _ = run_simulation(sites)
     strategy = sites.strategy()
     grid = sites.grid()
 
-    def forgetful(node, reply):
+    def forget_state(node, reply):
         grid.contexts[node].state.clear()
         return [reply]
 
-    grid.spoil = forgetful
+    grid.spoil = forget_state
     strategy.start(grid, sites.initial, num_rounds=3)
     assert float((strategy.state.model.params - state.model.params).abs().max()) > 1e-4

@@ -26,7 +26,7 @@ from flwr.superlink.grid import InMemoryGrid
 from fedheal.flower import FairStrategy, FedHEAL
 from fedheal.flower.node_registry import NodeRegistry
 from flower.local_grid import LocalGrid
-from flower.test_stock_client import EXAMPLES, make_stock_app, module
+from flower.test_stock_client import EXAMPLES, make_module, make_stock_app
 
 SETTINGS = {"fraction_train": 0.67, "fraction_evaluate": 0.0, "min_available_nodes": 3, "seed": 3}
 ROUNDS = 4
@@ -52,12 +52,12 @@ def simulate(monkeypatch: pytest.MonkeyPatch, rounds: int, **settings: Any) -> F
     backend = SimpleNamespace(RayBackend=Threads)
     monkeypatch.setitem(sys.modules, "flwr.server.superlink.fleet.vce.backend.raybackend", backend)
     simulation = importlib.import_module("flwr.simulation.run_simulation")
-    monkeypatch.setattr(simulation, "event", lambda *given, **named: None)  # telemetry
+    monkeypatch.setattr(simulation, "event", lambda *args, **named: None)  # telemetry
     strategy, server = FedHEAL(**SETTINGS, **settings), ServerApp()
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
-        strategy.start(grid, ArrayRecord(module().state_dict()), num_rounds=rounds)
+        strategy.start(grid, ArrayRecord(make_module().state_dict()), num_rounds=rounds)
 
     simulation._run_simulation(len(EXAMPLES), simulation.EventType.PING, make_stock_app(), server)
     return strategy
@@ -69,7 +69,7 @@ def test_a_resumed_simulation_of_stock_clients_is_the_uninterrupted_one(tmp_path
     grid = LocalGrid(make_stock_app(), {7 + i: {"partition-id": i} for i in EXAMPLES})
     names = {7 + i: f"partition-{i}" for i in EXAMPLES}
     monkeypatch.setattr(NodeRegistry, "name_partitions", lambda self, *_: self.partition_names.update(names))
-    whole.start(grid, ArrayRecord(module().state_dict()), num_rounds=ROUNDS)
+    whole.start(grid, ArrayRecord(make_module().state_dict()), num_rounds=ROUNDS)
     monkeypatch.undo()
     simulate(monkeypatch, 2, folder=tmp_path / "run")
     resumed = simulate(monkeypatch, ROUNDS, folder=tmp_path / "run", resume=True)
@@ -95,5 +95,5 @@ def test_nodes_of_a_simulation_are_named_by_their_partitions() -> None:
 def test_nodes_of_a_deployment_keep_their_ids() -> None:
     strategy = FedHEAL(**SETTINGS)
     grid = LocalGrid(make_stock_app(), {7 + i: {"partition-id": i} for i in EXAMPLES})
-    strategy.start(grid, ArrayRecord(module().state_dict()), num_rounds=1)
+    strategy.start(grid, ArrayRecord(make_module().state_dict()), num_rounds=1)
     assert set(strategy.history[0].weights) <= {"node-7", "node-8", "node-9"}

@@ -16,14 +16,22 @@ from fedheal.federation.reply_limits import MAX_NAME, find_far_norms
 from fedheal.flower import FedHEAL
 from fedheal.runs import folder as records
 from flower.sites import Sites
-from flower.test_bad_replies import BAD, about, arrays, metric, params_without_reply, put, run
+from flower.test_bad_replies import (
+    BAD,
+    change_arrays,
+    run_with_bad_replies,
+    run_without_reply,
+    set_array,
+    set_client_info,
+    set_metric,
+)
 
 pytestmark = pytest.mark.slow
 
 Spoil = Callable[[Message], list[Message]]
 
 
-def add(name: str, record: ArrayRecord | ConfigRecord | MetricRecord) -> Spoil:
+def add_record(name: str, record: ArrayRecord | ConfigRecord | MetricRecord) -> Spoil:
     def spoil(reply: Message) -> list[Message]:
         reply.content[name] = record
         return [reply]
@@ -31,7 +39,7 @@ def add(name: str, record: ArrayRecord | ConfigRecord | MetricRecord) -> Spoil:
     return spoil
 
 
-def add_many(number: int) -> Spoil:
+def add_records(number: int) -> Spoil:
     def spoil(reply: Message) -> list[Message]:
         for i in range(number):
             reply.content[f"more {i}"] = MetricRecord({})
@@ -41,24 +49,27 @@ def add_many(number: int) -> Spoil:
 
 
 TOO_MUCH = {
-    "bytes": (add("junk", ArrayRecord({"x": Array(np.zeros(2**22))})), "more than max_reply_bytes = "),
-    "records": (add_many(100), "holds 10[23] records"),
-    "arrays": (add("junk", ArrayRecord({str(i): Array(np.zeros(1)) for i in range(1000)})), "arrays, at most"),
-    "a key": (add("junk", MetricRecord({"x" * 3000: 1.0})), "has 3000 characters, at most 1000"),
-    "text": (add("junk", ConfigRecord({"x": "y" * 2**21, "z": "", "e": []})), "metrics and configs hold 2097"),
-    "a list": (add("junk", MetricRecord({"x": [0.0] * 2**18})), "metrics and configs hold"),
-    "a long name": (about(client="x" * 3000), "its name has 3000 characters, at most 200"),
-    "a long domain": (about(domain="x" * 3000), "its domain has 3000 characters"),
-    "a name of two lines": (about(client="site\n[round 9] all is well"), r"'site\\n\[round 9\] all is well' has char"),
-    "a counter": (arrays(put("body.1.num_batches_tracked", Array(np.array(2**62)))), "counts beyond"),
+    "bytes": (add_record("junk", ArrayRecord({"x": Array(np.zeros(2**22))})), "more than max_reply_bytes = "),
+    "records": (add_records(100), "holds 10[23] records"),
+    "arrays": (add_record("junk", ArrayRecord({str(i): Array(np.zeros(1)) for i in range(1000)})), "arrays, at most"),
+    "a key": (add_record("junk", MetricRecord({"x" * 3000: 1.0})), "has 3000 characters, at most 1000"),
+    "text": (add_record("junk", ConfigRecord({"x": "y" * 2**21, "z": "", "e": []})), "metrics and configs hold 2097"),
+    "a list": (add_record("junk", MetricRecord({"x": [0.0] * 2**18})), "metrics and configs hold"),
+    "a long name": (set_client_info(client="x" * 3000), "its name has 3000 characters, at most 200"),
+    "a long domain": (set_client_info(domain="x" * 3000), "its domain has 3000 characters"),
+    "a name of two lines": (
+        set_client_info(client="site\n[round 9] all is well"),
+        r"'site\\n\[round 9\] all is well' has char",
+    ),
+    "a counter": (change_arrays(set_array("body.1.num_batches_tracked", Array(np.array(2**62)))), "counts beyond"),
 }
 
 
 @pytest.mark.parametrize("first", range(0, len(TOO_MUCH), 3))
 def test_a_reply_with_too_much_in_it_counts_as_an_absent_client(first, caplog, tmp_path):
     cases = dict(zip((101, 102, 103), list(TOO_MUCH.values())[first : first + 3], strict=False))
-    strategy, _ = run({node: spoil for node, (spoil, _) in cases.items()}, folder=tmp_path / "run")
-    assert torch.equal(strategy.state.model.params, params_without_reply(nodes=tuple(cases))[0])
+    strategy, _ = run_with_bad_replies({node: spoil for node, (spoil, _) in cases.items()}, folder=tmp_path / "run")
+    assert torch.equal(strategy.state.model.params, run_without_reply(nodes=tuple(cases))[0])
     names = sorted(strategy.history[0].weights)
     for node, (_, words) in cases.items():
         assert re.search(words, strategy.history[1].report["skipped"][names[node - 100]])
@@ -67,17 +78,17 @@ def test_a_reply_with_too_much_in_it_counts_as_an_absent_client(first, caplog, t
 
 
 def test_a_clients_words_are_escaped_and_shortened_wherever_they_are_shown(caplog):
-    strategy, name = run(about(terms="a\x1b[2J\n" + 900 * "b", round="9\n9"), "fedprox")
+    strategy, name = run_with_bad_replies(set_client_info(terms="a\x1b[2J\n" + 900 * "b", round="9\n9"), "fedprox")
     (reason,) = strategy.history[1].report["skipped"].values()
     assert reason.isprintable()
     assert len(reason) <= 300
-    strategy, name = run(arrays(put("a\nb" * 300, Array(np.zeros(1)))))
+    strategy, name = run_with_bad_replies(change_arrays(set_array("a\nb" * 300, Array(np.zeros(1)))))
     assert re.search(r"unknown \['a\\nba", strategy.history[1].report["skipped"][name])
     assert all(record.getMessage().isprintable() for record in caplog.records)
 
 
 def test_max_reply_bytes_can_be_set():
-    strategy, _ = run({}, max_reply_bytes=100, max_empty_rounds=None)
+    strategy, _ = run_with_bad_replies({}, max_reply_bytes=100, max_empty_rounds=None)
     assert all("max_reply_bytes = 100" in reason for reason in strategy.history[0].report["skipped"].values())
     with pytest.raises(ValueError, match="max_reply_bytes = 0"):
         FedHEAL(max_reply_bytes=0)
@@ -88,7 +99,7 @@ def test_a_node_keeps_its_name_during_a_run(tmp_path):
     strategy = sites.strategy(folder=tmp_path / "run", fraction_evaluate=0.0)
 
     def rename(node: int, reply: Message) -> list[Message]:
-        return about(client=f"site {strategy.rounds.current.number}")(reply) if node == BAD else [reply]
+        return set_client_info(client=f"site {strategy.rounds.current.number}")(reply) if node == BAD else [reply]
 
     strategy.start(sites.grid(rename), sites.initial, num_rounds=4)
     known = {*sites.names[:2], *sites.names[3:], "site 1"}
@@ -112,42 +123,42 @@ def change_messages(value: float) -> Spoil:
 
 @pytest.mark.parametrize("value", [3e38, 1e7, -1e7])
 def test_an_absurd_message_of_a_term_costs_its_client_the_round_and_nobody_else(value):
-    strategy, name = run(change_messages(value), "scaffold")
+    strategy, name = run_with_bad_replies(change_messages(value), "scaffold")
     assert (
         f"'change' of its local terms holds {abs(value):g}, beyond 1e+06" in strategy.history[1].report["skipped"][name]
     )
-    assert torch.equal(strategy.state.model.params, params_without_reply("scaffold")[0])
+    assert torch.equal(strategy.state.model.params, run_without_reply("scaffold")[0])
     assert all("unmoved" not in record.report for record in strategy.history)
 
 
 def test_huge_metrics_do_not_end_a_run(tmp_path):
     """The sum of two finite losses may be infinite, and JSON has no infinity."""
-    huge = metric("train_loss", 1.7e308)
-    strategy, _ = run({BAD: huge, BAD + 1: huge}, folder=tmp_path / "run")
+    huge = set_metric("train_loss", 1.7e308)
+    strategy, _ = run_with_bad_replies({BAD: huge, BAD + 1: huge}, folder=tmp_path / "run")
     assert math.isfinite(records.read_rounds(tmp_path / "run")[1].train_loss)
     assert strategy.history[1].report["skipped"] == {}
 
 
 @pytest.mark.parametrize(("method", "name"), [("afl", "loss"), ("qffl", "reach"), ("fedfv", "loss")])
 def test_an_absurd_metric_that_the_method_needs_costs_its_client_the_round(method, name):
-    strategy, client = run(metric(name, 1.7e308), method)
+    strategy, client = run_with_bad_replies(set_metric(name, 1.7e308), method)
     assert f"its metric '{name}' = 1.7e+308 is beyond 1e+10" in strategy.history[1].report["skipped"][client]
-    assert torch.equal(strategy.state.model.params, params_without_reply(method)[0])
+    assert torch.equal(strategy.state.model.params, run_without_reply(method)[0])
 
 
 @pytest.mark.parametrize("budget", [None, 0])
 @pytest.mark.parametrize("value", [50, 1e25])
 def test_a_norm_far_above_the_median_is_warned_of_and_left_out_if_asked(budget, value, caplog):
-    far = arrays(put("head.bias", Array(np.full(3, value, np.float32))))
-    warned, name = run(far, budget=budget)
+    far = change_arrays(set_array("head.bias", Array(np.full(3, value, np.float32))))
+    warned, name = run_with_bad_replies(far, budget=budget)
     assert list(warned.history[1].report["far_norms"]) == [name]
     assert re.search(
         f"'{name}' has norm .* times the median of this round; max_norm='auto' leaves such out", caplog.text
     )
     assert warned.history[1].report["skipped"] == {}
-    bounded, _ = run(far, max_norm="auto", budget=budget)
+    bounded, _ = run_with_bad_replies(far, max_norm="auto", budget=budget)
     assert "times the median of this round, and max_norm is 'auto'" in bounded.history[1].report["skipped"][name]
-    assert torch.equal(bounded.state.model.params, params_without_reply()[0])
+    assert torch.equal(bounded.state.model.params, run_without_reply()[0])
     assert all("far_norms" not in record.report for record in bounded.history)
 
 
@@ -160,6 +171,6 @@ def test_norms_need_others_to_be_far_from():
 def test_names_at_the_limit_are_kept():
     sites = Sites(rounds=1)
     longest = "ä" * MAX_NAME
-    strategy = sites.run(lambda node, reply: about(client=longest)(reply) if node == BAD else [reply])
+    strategy = sites.run(lambda node, reply: set_client_info(client=longest)(reply) if node == BAD else [reply])
     assert longest in strategy.history[0].weights
     assert json.loads(strategy.history[0].to_json())["weights"][longest] > 0

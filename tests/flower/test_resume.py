@@ -30,7 +30,7 @@ class Killed(Exception):
 
 
 def run_until_killed(sites, number: int, kind: str, **settings):
-    """A run that dies while the replies of a round come in."""
+    """Run until the replies of this round come in, then raise `Killed`."""
     strategy = sites.strategy(**settings)
 
     def spoil(node, reply):
@@ -59,10 +59,10 @@ def test_a_killed_run_resumes_to_the_same_model(method, kind, tmp_path):
     ours, theirs = (records.read_rounds(tmp_path / where) for where in ("run", "whole"))
     # Evaluation ends a round, and so its record: a kill before costs the whole round.
     assert [record.round for record in ours if record.report.pop("resumed", False)] == [3]
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.model_copy(update={"seconds": {}}) == other.model_copy(update={"seconds": {}})
-    one, other = (json.loads((tmp_path / where / "result.json").read_text()) for where in ("run", "whole"))
-    assert {k: v for k, v in one.items() if k != "seconds"} == {k: v for k, v in other.items() if k != "seconds"}
+    for first, other in zip(ours, theirs, strict=True):
+        assert first.model_copy(update={"seconds": {}}) == other.model_copy(update={"seconds": {}})
+    first, other = (json.loads((tmp_path / where / "result.json").read_text()) for where in ("run", "whole"))
+    assert {k: v for k, v in first.items() if k != "seconds"} == {k: v for k, v in other.items() if k != "seconds"}
 
 
 def test_the_record_says_that_a_run_died_before_it_finished_a_round(tmp_path):
@@ -87,16 +87,16 @@ def test_masks_on_clients_survive_a_new_run(tmp_path):
 def test_clients_do_not_reuse_the_state_of_an_earlier_federation(where, tmp_path):
     sites = Sites(tmp_path / "sites" if where == "folder" else None, method="scaffold", rounds=4)
 
-    def params(sites, grid, seed):
+    def train_params(sites, grid, seed):
         strategy = sites.strategy(fraction_train=0.4, fraction_evaluate=0.0, min_train_nodes=1, seed=seed)
         strategy.start(grid, sites.initial, num_rounds=4)
         return strategy.state.model.params
 
     grid = sites.grid()
-    params(sites, grid, 0)
+    train_params(sites, grid, 0)
     fresh = Sites(method="scaffold", rounds=4)
     for seed in (1, 2):  # other cohorts: a client may first be asked in a late round
-        assert torch.equal(params(sites, grid, seed), params(fresh, fresh.grid(), seed))
+        assert torch.equal(train_params(sites, grid, seed), train_params(fresh, fresh.grid(), seed))
 
 
 def test_a_client_ignores_the_saved_state_of_another_federation(tmp_path, caplog):
@@ -178,21 +178,21 @@ def test_flowers_own_loop_drops_the_result_of_fewer_rounds_when_killed(tmp_path,
     sites = Sites(rounds=3)
     strategy, grid = sites.strategy(folder=tmp_path / "run"), sites.grid()
 
-    def round_of(number, arrays):
-        asked = strategy.configure_train(number, arrays, ConfigRecord(), grid)
-        arrays, _ = strategy.aggregate_train(number, grid.send_and_receive(asked))
+    def run_round(number, arrays):
+        messages = strategy.configure_train(number, arrays, ConfigRecord(), grid)
+        arrays, _ = strategy.aggregate_train(number, grid.send_and_receive(messages))
         judges = strategy.configure_evaluate(number, arrays, ConfigRecord(), grid)
         strategy.aggregate_evaluate(number, grid.send_and_receive(judges))
         return arrays
 
-    def killed(*args):
+    def raise_killed(*args):
         raise Killed
 
-    arrays = round_of(1, sites.initial)
+    arrays = run_round(1, sites.initial)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["rounds"] == 1
-    monkeypatch.setattr(RunFolder, "write_result", killed)
+    monkeypatch.setattr(RunFolder, "write_result", raise_killed)
     with pytest.raises(Killed):
-        round_of(2, arrays)
+        run_round(2, arrays)
     assert len(records.read_rounds(tmp_path / "run")) == 2
     assert not (tmp_path / "run" / "result.json").exists()
 
@@ -242,8 +242,8 @@ def test_a_client_that_lost_its_state_warns_if_its_method_needs_one(method, tmp_
     run_until_killed(sites, 3, "train", folder=tmp_path / "run")
     shutil.rmtree(tmp_path / "sites", ignore_errors=True)
     sites.run(folder=tmp_path / "run", resume=True)
-    said = caplog.text.count("has no saved state of round 2, its last accepted one: it continues without")
-    assert said == (5 if method == "scaffold" else 0)
+    warnings = caplog.text.count("has no saved state of round 2, its last accepted one: it continues without")
+    assert warnings == (5 if method == "scaffold" else 0)
 
 
 def test_a_client_with_an_older_state_names_its_round(tmp_path):
@@ -272,7 +272,7 @@ def test_a_folder_in_use_by_a_living_process_is_not_touched(tmp_path, monkeypatc
 def test_a_folder_belongs_to_one_method_seed_and_server_whatever_the_name(tmp_path):
     sites = Sites(rounds=1)
 
-    def refused(words, method, **settings):
+    def assert_refused(words, method, **settings):
         with pytest.raises(ValueError, match=words):
             FairStrategy(method, name="ours", folder=tmp_path / "run", resume=True, **settings).start(
                 sites.grid(), sites.initial, num_rounds=2
@@ -280,18 +280,20 @@ def test_a_folder_belongs_to_one_method_seed_and_server_whatever_the_name(tmp_pa
 
     FairStrategy("fedheal", name="ours", folder=tmp_path / "run").start(sites.grid(), sites.initial, num_rounds=1)
     described = (tmp_path / "run" / "federation.toml").read_bytes()
-    told = tomllib.loads(described.decode())
-    assert (told["method"], told["algorithm"]) == ("ours", methods.get("fedheal").full_name)
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["algorithm"] == told["algorithm"]
-    refused(r"algorithm = '.*tau=0.3.*', not '.*tau=0.9", "fedheal:tau=0.9")
-    refused("algorithm = ", "fedprox")
-    refused(r"server = \{'optimizer': 'sgd'.*, not \{'optimizer': 'adam'", "fedheal", server=Server("adam"))
-    refused("seed = 0, not 1", "fedheal", seed=1)
+    description = tomllib.loads(described.decode())
+    assert (description["method"], description["algorithm"]) == ("ours", methods.get("fedheal").full_name)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["algorithm"] == description["algorithm"]
+    assert_refused(r"algorithm = '.*tau=0.3.*', not '.*tau=0.9", "fedheal:tau=0.9")
+    assert_refused("algorithm = ", "fedprox")
+    assert_refused(r"server = \{'optimizer': 'sgd'.*, not \{'optimizer': 'adam'", "fedheal", server=Server("adam"))
+    assert_refused("seed = 0, not 1", "fedheal", seed=1)
     assert (tmp_path / "run" / "federation.toml").read_bytes() == described
     (tmp_path / "run" / "federation.toml").write_text("method =")
-    refused("federation.toml is not TOML", "fedheal")
+    assert_refused("federation.toml is not TOML", "fedheal")
     (tmp_path / "run" / "federation.toml").write_bytes(described.replace(b"tau=0.3", b"tau=0.9"))
-    refused("belongs to another experiment", "fedheal:tau=0.9")  # the states know better than a file that was changed
+    assert_refused(
+        "belongs to another experiment", "fedheal:tau=0.9"
+    )  # the states know better than a file that was changed
 
 
 def test_placement_and_name_cannot_change_on_resume(tmp_path):

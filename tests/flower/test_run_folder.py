@@ -38,9 +38,9 @@ def test_a_report_shows_a_federation_beside_a_simulation(tmp_path):
     assert all(torch.equal(final[k], v) for k, v in result.model.state_dict().items())
     # The table in text needs nothing but the folder.
     for where in ("federation", "simulation"):
-        shown = CliRunner().invoke(app, ["report", str(tmp_path / where)])
-        assert shown.exit_code == 0, shown.output
-        assert f"{result.worst:.2f}" in shown.output
+        report = CliRunner().invoke(app, ["report", str(tmp_path / where)])
+        assert report.exit_code == 0, report.output
+        assert f"{result.worst:.2f}" in report.output
     assert tomllib.loads((tmp_path / "federation" / "federation.toml").read_text())["method"] == strategy.name
 
 
@@ -83,9 +83,9 @@ def test_a_federation_under_way_is_diagnosed_by_domain(tmp_path):
         client_domains,
         client_domains,
     ]
-    shown = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--diagnose", "--by", "domain"])
-    assert shown.exit_code == 0, shown.output
-    assert all(domain in shown.output for domain in set(client_domains.values()))
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--diagnose", "--by", "domain"])
+    assert result.exit_code == 0, result.output
+    assert all(domain in result.output for domain in set(client_domains.values()))
     again = sites.strategy(folder=tmp_path / "run", resume=True)
     again.start(sites.grid(), sites.initial, num_rounds=3)
     assert [record.client_domains for record in again.history] == [client_domains] * 3
@@ -115,8 +115,8 @@ def test_federation_toml_has_what_the_strategy_was_given(tmp_path):
     sites = Sites(rounds=1)
     keys = {"roll_call": True, "clients": 7, "budget": 10**9, "tau": 0.6, "placement": "client", "min_replies": 2}
     FedHEAL(folder=tmp_path / "run", **keys).start(sites.grid(), sites.initial, num_rounds=1)
-    told = tomllib.loads((tmp_path / "run" / "federation.toml").read_text())
-    assert {key: told[key] for key in keys if key != "placement"} | {"masked": told["masked"]} == {
+    settings = tomllib.loads((tmp_path / "run" / "federation.toml").read_text())
+    assert {key: settings[key] for key in keys if key != "placement"} | {"masked": settings["masked"]} == {
         **{key: value for key, value in keys.items() if key != "placement"},
         "masked": True,
     }

@@ -41,9 +41,9 @@ def run_core(cohorts: list[list[int]], **parameters: Any) -> Aggregated:
     model, state = record_to_model(LAYOUT, START), aggregator.init(LAYOUT)
     for number, partitions in enumerate(cohorts, 1):
         updates = make_updates(partitions, number, model_to_record(LAYOUT, model))
-        made = aggregator.apply(model, updates, state)
-        model, state = made.model, made.state
-    return made
+        aggregated = aggregator.apply(model, updates, state)
+        model, state = aggregated.model, aggregated.state
+    return aggregated
 
 
 def assert_close(strategy: SecureStrategy, core: Packed) -> None:
@@ -91,17 +91,17 @@ def test_two_drop_outs_leave_the_cores_model_of_the_others(sites, stages):
 @pytest.mark.parametrize("sites", [4, 10])
 def test_two_drop_outs_after_the_weights_were_sent_leave_the_others_weights(sites):
     strategy = run(make_grid(sites, dict.fromkeys((1, 3), Stage.COLLECT_MASKED_VECTORS)))
-    left = [i for i in range(sites) if i not in (1, 3)]
+    remaining = [i for i in range(sites) if i not in (1, 3)]
     before = record_to_model(LAYOUT, START)
     aggregator = make_fedheal(tau=TAU)
     everyone = aggregator.apply(before, make_updates(list(range(sites)), 1, START), aggregator.init(LAYOUT))
-    updates, u = make_updates(left, 1, START), everyone.weights[left]
+    updates, u = make_updates(remaining, 1, START), everyone.weights[remaining]
     weighted = (u[:, None] * updates.deltas).sum(dim=0)
     params = combine(before.params, weighted, u.sum().expand(len(weighted)))  # in the first round all is kept
     buffers = (u[:, None] * updates.buffers).sum(dim=0) / u.sum()
     assert_close(strategy, Packed(params, buffers, updates.counters.amax(dim=0)))
-    shown = strategy.history[-1].weights
-    assert shown == pytest.approx({f"partition-{i}": float(everyone.weights[i] / u.sum()) for i in left})
+    weights = strategy.history[-1].weights
+    assert weights == pytest.approx({f"partition-{i}": float(everyone.weights[i] / u.sum()) for i in remaining})
     # The state goes on as if they had been absent.
     alone = aggregator.apply(before, updates, aggregator.init(LAYOUT))
     ours, cores = strategy.state.aggregator.stage.states[1], alone.state.stage.states[1]
@@ -265,7 +265,7 @@ def test_the_example_app_trains_as_the_simulator_does(monkeypatch, tmp_path):
         context.run_config = config
     server_app.app(grid, Context(1, 1, {}, RecordDict(), config))
     result = fedheal.run(client_app.describe_experiment(grid.contexts[7], 2))
-    found = load_file(tmp_path / "run" / "model.safetensors")
+    state_dict = load_file(tmp_path / "run" / "model.safetensors")
     for name, expected in result.model.state_dict().items():
-        assert float((found[name].double() - expected.double()).abs().max()) <= 1e-6
+        assert float((state_dict[name].double() - expected.double()).abs().max()) <= 1e-6
     assert (tmp_path / "run" / "result.json").exists()

@@ -40,7 +40,7 @@ SETUP = {
 
 
 @pytest.fixture(scope="module")
-def view():
+def server_view():
     """Everything that the server received in one round, and its strategy."""
     grid, strategy = make_grid(SITES), SecureFedHEAL(fraction_evaluate=0.0)
     strategy.start(grid, START, num_rounds=1)
@@ -49,8 +49,8 @@ def view():
 
 def find_vectors(seen: list[Message]) -> dict[int, np.ndarray]:
     """Return the masked vectors by site, without Flower's own first entry."""
-    found = [message for message in seen if find_stage(message) == Stage.COLLECT_MASKED_VECTORS]
-    configs = {m.metadata.src_node_id - FIRST_NODE: m.content.config_records[RECORD_KEY_CONFIGS] for m in found}
+    masked = [message for message in seen if find_stage(message) == Stage.COLLECT_MASKED_VECTORS]
+    configs = {m.metadata.src_node_id - FIRST_NODE: m.content.config_records[RECORD_KEY_CONFIGS] for m in masked}
     return {site: bytes_to_ndarray(config[Key.MASKED_PARAMETERS][1]) for site, config in sorted(configs.items())}
 
 
@@ -67,14 +67,14 @@ def remove_private_masks(seen: list[Message], vectors: dict[int, np.ndarray]) ->
 
 
 def looks_uniform(vector: np.ndarray, values: np.ndarray | None = None) -> bool:
-    """Whether the numbers fill their range evenly, and follow `values` no more than chance would have it."""
+    """Return whether the numbers are uniform, and not correlated with `values`."""
     counts = np.bincount(vector // (MODULUS // 32), minlength=32)
     follows = 1.0 if values is None else spearmanr(vector[: len(values)], values).pvalue
     return bool(chisquare(counts).pvalue > 1e-7 and follows > 1e-7)
 
 
-def test_training_replies_hold_scalars_and_counters_only(view):
-    seen, _ = view
+def test_training_replies_hold_scalars_and_counters_only(server_view):
+    seen, _ = server_view
     replies = [message.content for message in seen if find_stage(message) is None]
     assert len(replies) == SITES
     for content in replies:
@@ -85,19 +85,19 @@ def test_training_replies_hold_scalars_and_counters_only(view):
         assert set(content.config_records["fedheal"]) == {"client", "round", "state_round", "token"}
 
 
-def test_each_masked_vector_looks_random_also_without_the_mask_that_the_server_removes(view):
-    seen, _ = view
+def test_each_masked_vector_looks_random_also_without_the_mask_that_the_server_removes(server_view):
+    seen, _ = server_view
     vectors = find_vectors(seen)
     assert sorted(vectors) == list(range(SITES))
-    for made in (vectors, remove_private_masks(seen, vectors)):
-        for site, vector in made.items():
+    for masked in (vectors, remove_private_masks(seen, vectors)):
+        for site, vector in masked.items():
             assert vector.min() >= 0
             assert vector.max() < MODULUS
             assert looks_uniform(vector, make_change(site, 1)["w"].flatten().numpy())
 
 
-def test_the_sum_of_every_proper_subset_stays_masked_and_that_of_all_does_not(view):
-    seen, strategy = view
+def test_the_sum_of_every_proper_subset_stays_masked_and_that_of_all_does_not(server_view):
+    seen, strategy = server_view
     vectors = remove_private_masks(seen, find_vectors(seen))
     subsets = [chosen for size in range(1, SITES) for chosen in combinations(range(SITES), size)]
     assert len(subsets) == 14
@@ -114,19 +114,19 @@ def test_the_sum_of_every_proper_subset_stays_masked_and_that_of_all_does_not(vi
     assert np.allclose(sums.totals[:600] * sums.update_range, weights @ updates, atol=1e-7)
 
 
-def test_the_same_updates_give_other_vectors_in_another_sum(view):
+def test_the_same_updates_give_other_vectors_in_another_sum(server_view):
     grid = make_grid(SITES)
     SecureFedHEAL(fraction_evaluate=0.0).start(grid, START, num_rounds=1)
-    again, first = find_vectors(grid.seen), find_vectors(view[0])
+    again, first = find_vectors(grid.seen), find_vectors(server_view[0])
     assert not any((again[site] == first[site]).any() for site in again)
     assert looks_uniform((again[0] - first[0]) % MODULUS)
 
 
 def test_masks_take_the_whole_seed_and_flowers_own_modules_stay_as_they_are():
-    one, other = bytes(range(32)), bytes([*range(4, 8), *range(4), *range(8, 32)])  # equal when folded into 32 bits
-    flowers = [pseudo_rand_gen(seed, 2**32, [(5,)])[0] for seed in (one, other)]
+    first, other = bytes(range(32)), bytes([*range(4, 8), *range(4), *range(8, 32)])  # equal when folded into 32 bits
+    flowers = [pseudo_rand_gen(seed, 2**32, [(5,)])[0] for seed in (first, other)]
     assert (flowers[0] == flowers[1]).all()
-    ours = [expand_seed(seed, MODULUS, [(5,)])[0] for seed in (one, other)]
+    ours = [expand_seed(seed, MODULUS, [(5,)])[0] for seed in (first, other)]
     assert not (ours[0] == ours[1]).any()
     for module in (client_protocol, server_protocol):
         assert sys.modules[module.__name__].pseudo_rand_gen is pseudo_rand_gen
@@ -155,7 +155,7 @@ def make_message(content: RecordDict) -> Message:
     return message
 
 
-def withhold(number: int = 1) -> Context:
+def train_site(number: int = 1) -> Context:
     """Return a site's state after it trained in a round."""
     config = ConfigRecord({"server-round": number, "fedheal.tau": 0.3})
     context = Context(1, 7, {"partition-id": 0}, RecordDict(), {})
@@ -168,22 +168,22 @@ def withhold(number: int = 1) -> Context:
     return context
 
 
-def ask(context: Context, order: dict[str, Any]) -> Message:
+def request_update(context: Context, order: dict[str, Any]) -> Message:
     values = {"round": 1, "share": 1.0, "update_range": 32.0, "buffer_range": 4.0} | order
     return add_to_sum(make_message(RecordDict({ORDER: ConfigRecord(values)})), context)
 
 
 def test_an_update_is_summed_once_in_its_own_round_and_never_clipped():
-    context = withhold()
-    part = ask(context, {}).content.array_records["fitres.parameters"]
+    context = train_site()
+    part = request_update(context, {}).content.array_records["fitres.parameters"]
     assert next(iter(part.values())).numpy().shape == (LENGTH,)
     with pytest.raises(ValueError, match="no update that has not been summed"):
-        ask(context, {})
+        request_update(context, {})
     with pytest.raises(ValueError, match="of round 1, not of round 2"):
-        ask(withhold(), {"round": 2})
+        request_update(train_site(), {"round": 2})
     for wrong in ({"update_range": 0.5}, {"share": 40.0}, {"share": float("nan")}, {"buffer_range": 0.5}):
         with pytest.raises(SecureSumError, match="would be clipped"):
-            ask(withhold(), wrong)
+            request_update(train_site(), wrong)
 
 
 def test_a_site_does_not_send_its_model_to_another_strategy_or_a_broken_one():

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 DEAD = 102
 
 
-class Clock:
+class NodeOutages:
     """Kills and revives nodes as rounds go by: `dead_from` says which nodes are dead from a round on."""
 
     def __init__(self, rounds: int, dead_from: dict[int, set[int]], **settings: Any) -> None:
@@ -45,22 +45,22 @@ class Clock:
 
 
 def test_a_dead_node_costs_one_timeout_and_returns_when_it_answers():
-    clock = Clock(10, {2: {DEAD}, 5: set()})
+    clock = NodeOutages(10, {2: {DEAD}, 5: set()})
     history = clock.run().history
     name = clock.sites.names[DEAD - 100]
-    asked = [DEAD in nodes for nodes in clock.grid.asked]
-    assert asked[:4] == [True, True, False, False]
+    dead_is_asked = [DEAD in nodes for nodes in clock.grid.asked]
+    assert dead_is_asked[:4] == [True, True, False, False]
     # Alive again in round 5, it answers the next query, which come ever more rarely.
-    assert all(asked[6:])
+    assert all(dead_is_asked[6:])
     assert [record.report["missing"] for record in history] == [[], [name], *[[]] * 8]
-    assert [record.cohort for record in history] == [4 + here for here in asked]
+    assert [record.cohort for record in history] == [4 + here for here in dead_is_asked]
     # A record names who counted before and is not asked.
-    assert [record.report.get("absent") for record in history] == [None if here else [name] for here in asked]
+    assert [record.report.get("absent") for record in history] == [None if here else [name] for here in dead_is_asked]
     assert history[-1].weights[name] > 0
 
 
 def test_a_node_that_does_not_evaluate_is_not_asked_to_train():
-    clock = Clock(2, {}, fraction_evaluate=1.0)
+    clock = NodeOutages(2, {}, fraction_evaluate=1.0)
 
     def hang(node: int, reply: Message) -> list[Message]:
         if node == DEAD and reply.metadata.message_type == "evaluate":
@@ -74,26 +74,26 @@ def test_a_node_that_does_not_evaluate_is_not_asked_to_train():
 
 
 def test_an_error_of_the_superlink_is_no_answer_and_one_of_the_node_is(monkeypatch):
-    clock = Clock(4, {2: {DEAD}})
+    clock = NodeOutages(4, {2: {DEAD}})
     answer = LocalGrid.answer
 
-    def unavailable(grid: LocalGrid, message: Message) -> Message | None:
+    def answer_with_error(grid: LocalGrid, message: Message) -> Message | None:
         reply = answer(grid, message)
         if reply is None and message.metadata.message_type == "query":
             return Message(Error(code=code, reason="from the SuperLink"), reply_to=message)
         return reply
 
-    monkeypatch.setattr(LocalGrid, "answer", unavailable)
+    monkeypatch.setattr(LocalGrid, "answer", answer_with_error)
     code = 5  # node unavailable
     clock.run()
     assert [DEAD in nodes for nodes in clock.grid.asked] == [True, True, False, False]
-    code, clock = 2, Clock(4, {2: {DEAD}})  # a stock app has no function for queries, and raises
+    code, clock = 2, NodeOutages(4, {2: {DEAD}})  # a stock app has no function for queries, and raises
     clock.run()
     assert all(DEAD in nodes for nodes in clock.grid.asked)
 
 
 def test_a_node_that_connects_again_is_asked_at_once():
-    clock = Clock(4, {2: {DEAD}, 4: set()})
+    clock = NodeOutages(4, {2: {DEAD}, 4: set()})
     context = clock.grid.contexts[DEAD]
 
     def spoil(node: int, reply: Message) -> list[Message]:
@@ -128,7 +128,7 @@ def test_a_dead_node_without_a_name_costs_the_roll_call_one_timeout():
 
 
 def test_too_few_nodes_that_answer_end_the_run():
-    clock = Clock(4, {2: {DEAD, 103, 104}}, min_available_nodes=3, wait_seconds=0.2)
+    clock = NodeOutages(4, {2: {DEAD, 103, 104}}, min_available_nodes=3, wait_seconds=0.2)
     with pytest.raises(NotEnoughNodes, match=r"only 2 of the 3 nodes .* are connected and answer"):
         clock.run()
     assert len(clock.strategy.history) == 2
@@ -171,8 +171,8 @@ def test_empty_rounds_end_flowers_own_loop_too(tmp_path):
     strategy = sites.strategy(folder=tmp_path / "run", max_empty_rounds=2)
     grid, arrays = sites.grid(lambda node, reply: spoil(reply)), sites.initial
     for number in (1, 2):
-        asked = strategy.configure_train(number, arrays, ConfigRecord(), grid)
-        arrays, _ = strategy.aggregate_train(number, grid.send_and_receive(asked))
+        messages = strategy.configure_train(number, arrays, ConfigRecord(), grid)
+        arrays, _ = strategy.aggregate_train(number, grid.send_and_receive(messages))
         with pytest.raises(TooManyEmptyRounds) if number == 2 else nullcontext():
             strategy.aggregate_evaluate(number, ())
     assert not (tmp_path / "run" / "model.safetensors").exists()

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import fedheal
 from fedheal.cli import app
-from flower.deployment import environment
+from flower.deployment import make_environment
 from loopback import loopback
 from needs import needs
 
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def flwr_run(inside: list[str], workspace: Path, nodes: int, **config: object) -> str:
+def run_flower(inside: list[str], workspace: Path, nodes: int, **config: object) -> str:
     """Run the example app with so many nodes; return what it printed."""
     values = " ".join(f"{key.replace('_', '-')}={value!r}" for key, value in config.items())
     federation = f"num-supernodes={nodes} client-resources-num-cpus=1"
     words = ["flwr", "run", str(EXAMPLES / "flower"), "--stream", "--federation-config", federation]
     done = subprocess.run(
         [*inside, *words, "--run-config", values],
-        env=environment(workspace / "home"),
+        env=make_environment(workspace / "home"),
         cwd=workspace,
         capture_output=True,
         text=True,
@@ -42,13 +42,13 @@ def test_the_example_app_matches_the_simulator_and_a_report_shows_it(tmp_path):
     needs("root", "netns")
     folder = tmp_path / "run"
     with loopback() as inside:
-        shown = flwr_run(inside, tmp_path, 4, num_server_rounds=2, steps=6, folder=str(folder))
-    assert "worst served: '" in shown
+        output = run_flower(inside, tmp_path, 4, num_server_rounds=2, steps=6, folder=str(folder))
+    assert "worst served: '" in output
     experiment = fedheal.Experiment(data="embedded", rounds=2, steps=6, clients_per_domain=1, device="cpu")
     result = fedheal.run(experiment)
-    found = load_file(folder / "model.safetensors")
+    state_dict = load_file(folder / "model.safetensors")
     for name, expected in result.model.state_dict().items():
-        assert float((found[name].double() - expected.double()).abs().max()) <= 1e-6
+        assert float((state_dict[name].double() - expected.double()).abs().max()) <= 1e-6
     reported = CliRunner().invoke(app, ["report", str(folder)])
     assert reported.exit_code == 0, reported.output
     assert f"{result.avg:.2f}" in reported.output

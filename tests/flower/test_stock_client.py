@@ -20,14 +20,14 @@ from flower.local_grid import LocalGrid
 EXAMPLES = {0: 30, 1: 20, 2: 10}
 
 
-def module() -> nn.Module:
+def make_module() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
 
 def fit_partition(state: dict[str, torch.Tensor], partition: int, number: int) -> tuple[nn.Module, float]:
-    """A few steps on data of this partition's own; the trained module, and the loss of the received one."""
-    net = module()
+    """Train some steps on this partition's data; return the module, and the loss of the received model."""
+    net = make_module()
     net.load_state_dict(state)
     chance = torch.Generator().manual_seed(1000 * partition + number)
     x, y = torch.randn(16, 4, generator=chance), torch.arange(16) % 3
@@ -61,13 +61,13 @@ def make_stock_app() -> ClientApp:
 
 
 def make_helper_app(dtype: torch.dtype = torch.float32) -> ClientApp:
-    """The same training, answered with the helper, from and to a module of this dtype."""
+    """Return an app that trains a module of this dtype and replies with the client helper."""
     app = ClientApp()
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
         partition, number = context.node_config["partition-id"], message.content["config"]["server-round"]
-        own = module().to(dtype)
+        own = make_module().to(dtype)
         own.load_state_dict(client.read_model(message))
         net, loss = fit_partition(own.state_dict(), partition, number)
         metrics = {"loss": loss, "reach": 3 * 0.1}
@@ -76,14 +76,14 @@ def make_helper_app(dtype: torch.dtype = torch.float32) -> ClientApp:
     return app
 
 
-def grid(app: ClientApp) -> LocalGrid:
+def make_grid(app: ClientApp) -> LocalGrid:
     return LocalGrid(app, {7 + i: {"partition-id": i} for i in EXAMPLES})
 
 
 @pytest.mark.parametrize("strategy", [FedHEAL, Uniform], ids=["FedHEAL", "Uniform"])
 def test_a_stock_app_gets_the_cores_aggregation_unchanged(strategy):
-    net = module()
-    result = strategy().start(grid(make_stock_app()), ArrayRecord(net.state_dict()), num_rounds=3)
+    net = make_module()
+    result = strategy().start(make_grid(make_stock_app()), ArrayRecord(net.state_dict()), num_rounds=3)
     aggregator = {FedHEAL: aggregate.fedheal(), Uniform: aggregate.uniform()}[strategy]
     layout = Layout.of(net)
     model, state = layout.pack(net.state_dict()), aggregator.init(layout)
@@ -91,50 +91,50 @@ def test_a_stock_app_gets_the_cores_aggregation_unchanged(strategy):
         local = [layout.pack(fit_partition(layout.unpack(model), i, number)[0].state_dict()) for i in EXAMPLES]
         updates = Updates(
             [f"node-{7 + i}" for i in EXAMPLES],
-            torch.stack([one.params - model.params for one in local]),
+            torch.stack([local_model.params - model.params for local_model in local]),
             list(EXAMPLES.values()),
-            torch.stack([one.buffers for one in local]),
-            torch.stack([one.counters for one in local]),
+            torch.stack([local_model.buffers for local_model in local]),
+            torch.stack([local_model.counters for local_model in local]),
         )
         out = aggregator.apply(model, updates, state)
         model, state = out.model, out.state
-    found = result.arrays.to_torch_state_dict()
+    actual = result.arrays.to_torch_state_dict()
     for name, expected in layout.unpack(model).items():
-        assert found[name].dtype == expected.dtype  # counters stay whole numbers
-        assert torch.equal(found[name], expected)
+        assert actual[name].dtype == expected.dtype  # counters stay whole numbers
+        assert torch.equal(actual[name], expected)
     assert result.evaluate_metrics_clientapp[3]["eval_acc"] == 0.5
     assert result.train_metrics_clientapp[3]["train_loss"] > 0
 
 
 def test_a_stock_server_can_use_the_helper_too():
-    net = module()
+    net = make_module()
     strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=3, min_available_nodes=3)
-    result = strategy.start(grid(make_helper_app()), ArrayRecord(net.state_dict()), num_rounds=2)
+    result = strategy.start(make_grid(make_helper_app()), ArrayRecord(net.state_dict()), num_rounds=2)
     assert all(np.isfinite(a.numpy()).all() for a in result.arrays.values())
 
 
 @pytest.mark.parametrize("strategy", [AFL, QFFL, FedFV], ids=["AFL", "QFFL", "FedFV"])
 def test_losses_come_with_the_helper(strategy):
-    made = strategy(fraction_evaluate=0.0)
-    made.start(grid(make_helper_app()), ArrayRecord(module().state_dict()), num_rounds=3)
-    assert sorted(made.history[-1].weights) == ["partition-0", "partition-1", "partition-2"]
-    assert sum(made.history[-1].weights.values()) == pytest.approx(1.0)
+    server = strategy(fraction_evaluate=0.0)
+    server.start(make_grid(make_helper_app()), ArrayRecord(make_module().state_dict()), num_rounds=3)
+    assert sorted(server.history[-1].weights) == ["partition-0", "partition-1", "partition-2"]
+    assert sum(server.history[-1].weights.values()) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="needs the client metric 'loss', which no client sends"):
-        strategy().start(grid(make_stock_app()), ArrayRecord(module().state_dict()), num_rounds=1)
+        strategy().start(make_grid(make_stock_app()), ArrayRecord(make_module().state_dict()), num_rounds=1)
 
 
 def test_a_client_without_the_effective_step_is_told_what_to_send():
-    spoilt = grid(make_helper_app())
+    grid = make_grid(make_helper_app())
 
-    def drop(node: int, reply: Message) -> list[Message]:
+    def drop_reach(node: int, reply: Message) -> list[Message]:
         del reply.content["metrics"]["reach"]
         return [reply]
 
-    spoilt.spoil = drop
+    grid.spoil = drop_reach
     with pytest.raises(
         ValueError, match=r"needs the client metric 'reach'.*learning rate times the number of local steps"
     ):
-        QFFL().start(spoilt, ArrayRecord(module().state_dict()), num_rounds=1)
+        QFFL().start(grid, ArrayRecord(make_module().state_dict()), num_rounds=1)
 
 
 def test_the_helper_masks_a_training_loop_of_ones_own():
@@ -143,32 +143,34 @@ def test_the_helper_masks_a_training_loop_of_ones_own():
         FedHEAL(tau=0.6, placement="client", fraction_evaluate=0.0),
     )
     for strategy in (by_server, by_client):
-        strategy.start(grid(make_helper_app()), ArrayRecord(module().state_dict()), num_rounds=6)
+        strategy.start(make_grid(make_helper_app()), ArrayRecord(make_module().state_dict()), num_rounds=6)
     assert torch.allclose(by_server.state.model.params, by_client.state.model.params, rtol=0, atol=1e-6)
     assert min(by_client.history[-1].report["kept"].values()) < 1
 
 
 @pytest.mark.parametrize("placement", ["server", "client"])
 def test_bfloat16_models_of_the_clients_need_not_be_the_servers(placement, tmp_path):
-    narrow, start = torch.bfloat16, ArrayRecord(module().state_dict())
-    made = {}
-    for own in (None, Layout.of(module().to(narrow))):
+    narrow, start = torch.bfloat16, ArrayRecord(make_module().state_dict())
+    strategies = {}
+    for own in (None, Layout.of(make_module().to(narrow))):
         keys = {"tau": 0.6, "placement": placement, "fraction_evaluate": 0.0, "model": own}
-        strategy = made[own] = FedHEAL(folder=tmp_path / str(own is None), **keys)
-        result = strategy.start(grid(make_helper_app(narrow)), start, num_rounds=3)
+        strategy = strategies[own] = FedHEAL(folder=tmp_path / str(own is None), **keys)
+        result = strategy.start(make_grid(make_helper_app(narrow)), start, num_rounds=3)
         assert len(strategy.history[-1].weights) == 3
-        module().to(narrow).load_state_dict(result.arrays.to_torch_state_dict())  # as a make_stock_app client reads it
+        make_module().to(narrow).load_state_dict(
+            result.arrays.to_torch_state_dict()
+        )  # as a make_stock_app client reads it
         resumed = FedHEAL(folder=tmp_path / str(own is None), resume=True, **keys)
-        resumed.start(grid(make_helper_app(narrow)), start, num_rounds=3)
+        resumed.start(make_grid(make_helper_app(narrow)), start, num_rounds=3)
         assert torch.equal(resumed.state.model.params, strategy.state.model.params)
-    wide, kept = (strategy.state.model.params for strategy in made.values())
-    assert (wide.dtype, kept.dtype) == (torch.float32, narrow)
-    assert float((wide - kept).norm()) < 0.1 * float(wide.norm())  # signs of what hardly moves differ
+    wide, narrow_params = (strategy.state.model.params for strategy in strategies.values())
+    assert (wide.dtype, narrow_params.dtype) == (torch.float32, narrow)
+    assert float((wide - narrow_params).norm()) < 0.1 * float(wide.norm())  # signs of what hardly moves differ
 
 
 def test_a_stock_client_cannot_mask_its_update_and_is_skipped():
     strategy = FedHEAL(placement="client", fraction_evaluate=0.0)
-    strategy.start(grid(make_stock_app()), ArrayRecord(module().state_dict()), num_rounds=1)
+    strategy.start(make_grid(make_stock_app()), ArrayRecord(make_module().state_dict()), num_rounds=1)
     (reason,) = set(strategy.history[0].report["skipped"].values())
     assert reason == "its mask is missing: answer with fedheal.flower.client.reply or client.train"
 
@@ -182,37 +184,39 @@ def test_the_callers_config_is_not_changed_and_reaches_the_clients():
         return make_stock_app()(message, context)
 
     config = ConfigRecord({"lr": 0.5})
-    FedHEAL(fraction_evaluate=0.0).start(grid(app), ArrayRecord(module().state_dict()), 1, train_config=config)
+    FedHEAL(fraction_evaluate=0.0).start(
+        make_grid(app), ArrayRecord(make_module().state_dict()), 1, train_config=config
+    )
     assert dict(config) == {"lr": 0.5}
-    stocks = [{key: value for key, value in one.items() if not key.startswith("fedheal.")} for one in seen]
+    stocks = [{key: value for key, value in received.items() if not key.startswith("fedheal.")} for received in seen]
     assert stocks == [{"lr": 0.5, "server-round": 1}] * 3
 
 
 def test_the_caller_may_aggregate_metrics_and_metrics_may_be_lists():
-    spoilt, seen = grid(make_stock_app()), []
+    grid, seen = make_grid(make_stock_app()), []
 
-    def aggregated(contents: list[RecordDict], key: str) -> MetricRecord:
+    def aggregate_metrics(contents: list[RecordDict], key: str) -> MetricRecord:
         seen.append([content["metrics"][key] for content in contents])
         return MetricRecord({"largest": max(seen[-1])})
 
-    def lists(node: int, reply: Message) -> list[Message]:
+    def add_list_metric(node: int, reply: Message) -> list[Message]:
         reply.content["metrics"]["by_class"] = [1.0, float(node)]
         return [reply] if node != 8 else [reply, reply]  # a second answer: does not count
 
-    spoilt.spoil = lists
-    keys = {"train_metrics_aggr_fn": aggregated, "evaluate_metrics_aggr_fn": aggregated}
-    result = FedHEAL(**keys).start(spoilt, ArrayRecord(module().state_dict()), num_rounds=1)
+    grid.spoil = add_list_metric
+    keys = {"train_metrics_aggr_fn": aggregate_metrics, "evaluate_metrics_aggr_fn": aggregate_metrics}
+    result = FedHEAL(**keys).start(grid, ArrayRecord(make_module().state_dict()), num_rounds=1)
     assert seen == [[30, 10], [10, 10]]
     assert result.train_metrics_clientapp[1]["largest"] == 30
-    plain = FedHEAL(fraction_evaluate=0.0).start(spoilt, ArrayRecord(module().state_dict()), num_rounds=1)
+    plain = FedHEAL(fraction_evaluate=0.0).start(grid, ArrayRecord(make_module().state_dict()), num_rounds=1)
     assert plain.train_metrics_clientapp[1]["by_class"] == pytest.approx([1.0, (30 * 7 + 10 * 9) / 40])
 
 
 def test_central_evaluation_is_called_as_flower_calls_it():
     seen = []
     result = FedHEAL(fraction_evaluate=0.0).start(
-        grid(make_stock_app()),
-        ArrayRecord(module().state_dict()),
+        make_grid(make_stock_app()),
+        ArrayRecord(make_module().state_dict()),
         num_rounds=2,
         evaluate_fn=lambda number, arrays: seen.append(number) or MetricRecord({"accuracy": 0.1 * number}),
     )

@@ -75,7 +75,7 @@ def test_the_reducer_of_the_page_on_adding_a_method_runs_where_the_updates_are()
 
 @pytest.mark.parametrize("name", methods.names())
 def test_every_method_runs_and_resumes_on_a_gpu(name, tmp_path):
-    keys = {"method": name, "model": "tiny_data:featured", "participation": 0.6, "rounds": 3, "device": "cuda"}
+    keys = {"method": name, "model": "tiny_data:feature_model", "participation": 0.6, "rounds": 3, "device": "cuda"}
     if name in ("fedce", "fedga"):
         keys["validation"] = 0.25
     result = fedheal.run(quick(**keys), tmp_path / "run", progress=False)
@@ -199,7 +199,7 @@ LOCAL = [*methods.LOCAL, "scaffold:option=1", "ditto", "fedbn", "fpl"]
 
 
 @pytest.mark.parametrize("method", LOCAL)
-@pytest.mark.parametrize("model", ["resnet10", "tiny_data:featured"])
+@pytest.mark.parametrize("model", ["resnet10", "tiny_data:feature_model"])
 def test_lanes_equal_the_serial_engine_on_the_same_seeds(method, model):
     """fp32, deterministic, the same memory format: after 12 steps of each client in each of two rounds."""
     keys = {"epochs": 4, "augment": "crop-flip", "rounds": 2, "device": "cuda", "lr": 0.01}
@@ -240,7 +240,7 @@ def test_deterministic_runs_repeat_bit_for_bit(precision):
 
 def test_dropout_in_lanes_draws_as_the_serial_engine_does():
     fed = build_federation(
-        quick(model="tiny_data:dropping", rounds=2, epochs=4, device="cuda"), load(), torch.device("cuda")
+        quick(model="tiny_data:dropout", rounds=2, epochs=4, device="cuda"), load(), torch.device("cuda")
     )
     state, finals = initial_state(fed), []
     with use_precision("fp32", True, torch.device("cuda")):
@@ -254,7 +254,7 @@ def test_dropout_in_lanes_draws_as_the_serial_engine_does():
 
 def test_a_module_that_cannot_be_captured_is_trained_one_client_after_another(caplog):
     fed = build_federation(
-        quick(model="tiny_data:looking", rounds=1, epochs=5, device="cuda"), load(), torch.device("cuda")
+        quick(model="tiny_data:data_dependent", rounds=1, epochs=5, device="cuda"), load(), torch.device("cuda")
     )
     sides = Lanes(fed.local_training, 2)
     _, record = run_round(fed, initial_state(fed), sides, evaluate=False)

@@ -288,7 +288,7 @@ LOCAL = [*methods.LOCAL, "scaffold:option=1", "ditto", "fedbn", "fpl"]
 def test_a_cohort_equals_the_serial_engine(method):
     """fp32, after 12 steps of each client in each of two rounds; methods that do not fit say so and use lanes."""
     keys = {"epochs": 4, "augment": "crop-flip", "rounds": 2, "device": "cuda", "lr": 0.01}
-    fed = build_federation(quick(method=method, model="tiny_data:featured", **keys), load(), torch.device("cuda"))
+    fed = build_federation(quick(method=method, model="tiny_data:feature_model", **keys), load(), torch.device("cuda"))
     start, finals = initial_state(fed), []
     with use_precision("fp32", True, torch.device("cuda")):
         together = CohortEngine(fed.local_training)
@@ -305,7 +305,7 @@ def test_a_cohort_equals_the_serial_engine(method):
 
 def test_many_clients_of_different_sizes_train_in_groups():
     fed = build_federation(
-        quick(model="tiny_data:featured", epochs=2, device="cuda", dirichlet=0.5),
+        quick(model="tiny_data:feature_model", epochs=2, device="cuda", dirichlet=0.5),
         load(),
         torch.device("cuda"),
     )
@@ -321,7 +321,7 @@ def test_many_clients_of_different_sizes_train_in_groups():
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
 def test_dropout_and_deterministic_runs_repeat_bit_for_bit(precision):
     keys = {"rounds": 3, "device": "cuda", "augment": "crop", "engine": "cohort", "deterministic": True}
-    for model in ("tiny_data:dropping", "resnet10"):
+    for model in ("tiny_data:dropout", "resnet10"):
         runs = [
             fedheal.run(quick(method="fedheal", model=model, precision=precision, **keys), progress=False)
             for _ in range(2)

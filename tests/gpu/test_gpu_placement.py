@@ -23,7 +23,13 @@ from tiny_data import quick
 
 pytestmark = pytest.mark.gpu
 # Eight clients with a batch of 64 images each.
-EIGHT = {"data": "tiny_data:many", "clients_per_domain": 4, "samples_per_client": 64, "batch_size": 64, "steps": 6}
+EIGHT = {
+    "data": "tiny_data:load_many_clients",
+    "clients_per_domain": 4,
+    "samples_per_client": 64,
+    "batch_size": 64,
+    "steps": 6,
+}
 OUTSIDE_TORCH = 1 << 30  # bytes that CUDA itself, kernels and graphs may take
 
 
@@ -40,7 +46,7 @@ def test_memory_is_asked_for_without_taking_any():
 
 def test_runs_beside_each_other_give_what_they_give_one_after_another(tmp_path, monkeypatch):
     monkeypatch.setattr(placement, "count_gpus", lambda: 1)
-    keys = {"model": "tiny_data:featured", "device": "cuda", "deterministic": True, "precision": "fp32"}
+    keys = {"model": "tiny_data:feature_model", "device": "cuda", "deterministic": True, "precision": "fp32"}
     names = [f"{method}-{seed}" for method in ("fedheal", "scaffold") for seed in (0, 1)]
 
     def plan(where: str) -> list[Job]:
@@ -59,7 +65,7 @@ def test_runs_beside_each_other_give_what_they_give_one_after_another(tmp_path, 
         assert found[0]["device"] == found[1]["device"] == "cuda:0"
 
 
-@pytest.mark.parametrize(("model", "width", "apart"), [("tiny_data:broad", 1 << 15, 1e-3), ("resnet10", 32, 0.2)])
+@pytest.mark.parametrize(("model", "width", "apart"), [("tiny_data:wide", 1 << 15, 1e-3), ("resnet10", 32, 0.2)])
 def test_a_run_with_too_little_memory_halves_its_lanes_and_gives_the_same(model, width, apart):
     """cuDNN takes other algorithms for convolutions where it has no room for a workspace, hence the bound of the second."""
     keys: dict[str, Any] = EIGHT | {"model": model, "width": width, "rounds": 2, "deterministic": True}

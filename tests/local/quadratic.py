@@ -1,7 +1,7 @@
 """Clients whose loss is `1/2 (w - a)^T H (w - a)`, so that a round can be worked out by hand: gradients are exact.
 
-`client` is one client's round and `absorbed` the server's part, for one term; `federation` and `make_engine` put the same
-clients into the real loop.
+`run_client` is a client's round and `absorb_updates` the server's, for one term; `make_quadratic_federation` and `make_engine`
+put the same clients into the real loop.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ def vector(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def packed(*values: float) -> Packed:
+def make_packed(*values: float) -> Packed:
     return Packed(vector(*values), torch.empty(0), torch.empty(0, dtype=torch.int64))
 
 
-def bowl(a: Tensor, h: Tensor | None = None) -> Gradient:
-    """The gradient of `1/2 (w - a)^T H (w - a)`; H is the identity where none is given."""
+def make_gradient(a: Tensor, h: Tensor | None = None) -> Gradient:
+    """Return the gradient of `1/2 (w - a)^T H (w - a)`; H is the identity by default."""
     return lambda w: w - a if h is None else h @ (w - a)
 
 
-def context(term: Term, received: Packed, gradient: Gradient | None = None, **keys: Any) -> Context:
-    """A context by hand. What a test does not need refuses to be used."""
+def make_term_context(term: Term, received: Packed, gradient: Gradient | None = None, **keys: Any) -> Context:
+    """Return a context by hand, whose functions raise unless they are given."""
 
-    def none(*_: Any) -> Any:
+    def refuse(*_: Any) -> Any:
         raise AssertionError("this test has no such thing")
 
     module = keys.pop("module", None) or Point(len(received.params))
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "client": "a",
         "round": 1,
         "rounds": 10,
@@ -68,18 +68,18 @@ def context(term: Term, received: Packed, gradient: Gradient | None = None, **ke
         "received": received,
         "slot": {},
         "shared": {},
-        "fit": none,
-        "gradient": none if gradient is None else lambda at: gradient(at.params),
-        "evaluate": none,
-        "validate": none,
+        "fit": refuse,
+        "gradient": refuse if gradient is None else lambda at: gradient(at.params),
+        "evaluate": refuse,
+        "validate": refuse,
     }
-    return Context(**given | keys)
+    return Context(**fields | keys)
 
 
-def client(term: Term, received: Packed, gradient: Gradient, **keys: Any) -> tuple[Packed, Arrays, Arrays]:
-    """A client's round: SGD with momentum on the exact gradient, the term's hooks at their places."""
+def run_client(term: Term, received: Packed, gradient: Gradient, **keys: Any) -> tuple[Packed, Arrays, Arrays]:
+    """Run a client's round: SGD with momentum on the exact gradient, with the term's hooks."""
     module = keys.setdefault("module", Point(len(received.params)))
-    ctx = context(term, received, gradient, **keys)
+    ctx = make_term_context(term, received, gradient, **keys)
     start = term.prepare(ctx, received)
     module.load_state_dict(ctx.layout.unpack(start))
     optimiser = torch.optim.SGD(module.parameters(), lr=ctx.lr, momentum=ctx.momentum)
@@ -93,7 +93,7 @@ def client(term: Term, received: Packed, gradient: Gradient, **keys: Any) -> tup
     return local, *term.finish(ctx, local)
 
 
-def absorbed(
+def absorb_updates(
     term: Term,
     before: Packed,
     locals_: Mapping[str, Tensor],
@@ -106,7 +106,7 @@ def absorbed(
     slots: Mapping[str, Arrays] | None = None,
     number: int = 1,
 ) -> tuple[Packed, Arrays]:
-    """The server's part after these clients came with these local parameters, averaged with these weights.
+    """Call the term's `absorb` after a round with these local parameters and weights.
 
     `unnormalised_weights`: what they were before they were made shares; the same numbers, where it is not given.
     """
@@ -120,12 +120,12 @@ def absorbed(
     return term.absorb(before, aggregated, messages, shared, ctx)
 
 
-def weighted(p: Mapping[str, float]) -> Aggregator:
-    """The mean with these weights, whatever the clients hold."""
+def make_weighted_mean(p: Mapping[str, float]) -> Aggregator:
+    """Return an aggregator that averages with these weights."""
     return Aggregator(stateless(lambda draft: replace(draft, weights=np.array([p[c] for c in draft.clients]))))
 
 
-def federation(
+def make_quadratic_federation(
     term: Term | None,
     p: Mapping[str, float],
     size: int,
@@ -136,23 +136,23 @@ def federation(
     rounds: int = 1000,
     participation: float = 1.0,
 ) -> Federation:
-    """The real loop's fixed parts, without examples: `make_engine` knows the losses."""
+    """Return a federation without examples, for an engine of `make_engine`."""
     module = Point(size)
     training = Training(lr, 1, steps=steps, momentum=momentum, weight_decay=0.0)
     terms = () if term is None else (term,)
     local_training = LocalTraining(module, Layout.of(module), training, 0, torch.device("cpu"), {}, 2, rounds, terms)
-    return Federation(local_training, tuple(p), weighted(p), Server(), {}, {}, participation=participation)
+    return Federation(local_training, tuple(p), make_weighted_mean(p), Server(), {}, {}, participation=participation)
 
 
 def make_engine(fed: Federation, gradients: Mapping[str, Gradient]) -> Any:
-    """An engine for `run_round` whose clients have these gradients."""
+    """Return an engine for `run_round` whose clients have these gradients."""
     local_training, training = fed.local_training, fed.local_training.training
 
     def train(model: Packed, shared: tuple[Arrays, ...], task: Task) -> ClientResult:
-        term, slot, given = (
+        term, slot, shared_values = (
             (local_training.terms[0], task.slots[0], shared[0]) if local_training.terms else (Term(), {}, {})
         )
-        local, left, told = client(
+        local, new_slot, message = run_client(
             term,
             model,
             gradients[task.client],
@@ -163,10 +163,10 @@ def make_engine(fed: Federation, gradients: Mapping[str, Gradient]) -> Any:
             momentum=training.momentum,
             steps=training.steps,
             slot=slot,
-            shared=given,
+            shared=shared_values,
             module=local_training.module,
         )
         reply = Reply(task.client, local.params - model.params, 1)
-        return ClientResult(reply, (left,) * len(local_training.terms), (told,) * len(local_training.terms))
+        return ClientResult(reply, (new_slot,) * len(local_training.terms), (message,) * len(local_training.terms))
 
     return SimpleNamespace(train=lambda model, shared, tasks: (train(model, shared, task) for task in tasks))

@@ -8,7 +8,7 @@ import torch
 
 from fedheal import Updates
 from fedheal.aggregate import Aggregator
-from fedheal.core.layout import Layout, Packed
+from fedheal.core.layout import Layout
 from fedheal.core.state import RunState
 from fedheal.engine.serial import SerialEngine
 from fedheal.simulate.build import build_federation
@@ -18,23 +18,19 @@ from tiny_data import load, quick
 
 
 def make_federation(**keys: Any) -> Federation:
-    return build_federation(quick(**{"model": "tiny_data:normed"} | keys), load(), torch.device("cpu"))
+    return build_federation(quick(**{"model": "tiny_data:conv_batchnorm"} | keys), load(), torch.device("cpu"))
 
 
 def run_rounds(fed: Federation, rounds: int) -> RunState:
-    """The state after some rounds of the serial engine."""
+    """Return the state after some rounds of the serial engine."""
     state, engine = initial_state(fed), SerialEngine(fed.local_training)
     for _ in range(rounds):
         state, _ = run_round(fed, state, engine, evaluate=False)
     return state
 
 
-def is_same(one: Packed, two: Packed) -> bool:
-    return all(torch.equal(getattr(one, f), getattr(two, f)) for f in ("params", "buffers", "counters"))
-
-
 class AggregatorRounds:
-    """An aggregator round after round; each call returns the round's weights by client."""
+    """Applies an aggregator round after round; each call returns the round's weights."""
 
     def __init__(self, aggregator: Aggregator, size: int = 1) -> None:
         self.aggregator, self.size = aggregator, size

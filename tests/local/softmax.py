@@ -18,8 +18,8 @@ from fedheal.local.term import Arrays, Context, Term
 Array = NDArray[np.float64]
 
 
-def gradient(w: Array, x: Array, y: NDArray[np.int64]) -> Array:
-    """The gradient of the mean cross-entropy of the logits `x w^T`."""
+def compute_gradient(w: Array, x: Array, y: NDArray[np.int64]) -> Array:
+    """Return the gradient of the mean cross-entropy of the logits `x w^T`."""
     logits = x @ w.T
     p = np.exp(logits - logits.max(axis=1, keepdims=True))
     p /= p.sum(axis=1, keepdims=True)
@@ -27,26 +27,28 @@ def gradient(w: Array, x: Array, y: NDArray[np.int64]) -> Array:
     return p.T @ x / len(y)
 
 
-def climbed(w: Array, x: Array, y: NDArray[np.int64], rho: float) -> Array:
-    """SAM's gradient."""
-    g = gradient(w, x, y)
-    return gradient(w + rho * g / np.sqrt((g**2).sum()), x, y)
+def compute_sam_gradient(w: Array, x: Array, y: NDArray[np.int64], rho: float) -> Array:
+    """Return SAM's gradient."""
+    g = compute_gradient(w, x, y)
+    return compute_gradient(w + rho * g / np.sqrt((g**2).sum()), x, y)
 
 
-def surrogate(w: Array, x: Array, y: NDArray[np.int64], rho: float, alpha: float) -> Array:
-    """GSAM's gradient."""
-    g, h = gradient(w, x, y), climbed(w, x, y, rho)
+def compute_gsam_gradient(w: Array, x: Array, y: NDArray[np.int64], rho: float, alpha: float) -> Array:
+    """Return GSAM's gradient."""
+    g, h = compute_gradient(w, x, y), compute_sam_gradient(w, x, y, rho)
     return h - alpha * (g - (g * h).sum() / (h * h).sum() * h)
 
 
-def episodic(w: Array, x: Array, other: Array, y: NDArray[np.int64], meta_lr: float, outer: float) -> Array:
-    """FedDG's gradient, of first order."""
-    g = gradient(w, x, y)
-    return g + outer * gradient(w - meta_lr * g, other, y)
+def compute_feddg_gradient(
+    w: Array, x: Array, other: Array, y: NDArray[np.int64], meta_lr: float, outer: float
+) -> Array:
+    """Return FedDG's first-order gradient."""
+    g = compute_gradient(w, x, y)
+    return g + outer * compute_gradient(w - meta_lr * g, other, y)
 
 
-def linear(w: Array) -> nn.Module:
-    """The logits `x w^T` of flattened images or rows, in float64."""
+def make_linear(w: Array) -> nn.Module:
+    """Return a module with the logits `x w^T` of flattened images or rows, in float64."""
     module = nn.Sequential(nn.Flatten(), nn.Linear(w.shape[1], w.shape[0], bias=False)).double()
     module[1].weight.data.copy_(torch.from_numpy(w))
     return module

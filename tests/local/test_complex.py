@@ -15,7 +15,7 @@ from tiny_data import load, quick
 
 
 @cache
-def trained(method: str, model: str) -> torch.Tensor:
+def train_model(method: str, model: str) -> torch.Tensor:
     fed = build_federation(quick(method=method, model=f"local.waves:{model}"), load(), torch.device("cpu"))
     state = initial_state(fed)
     for _ in range(3):
@@ -28,6 +28,6 @@ def trained(method: str, model: str) -> torch.Tensor:
     "method", ["fedavg+fedheal", "fedprox:mu=0.5", "scaffold", "scaffold:option=1", "feddyn:alpha=0.5", "ditto:lam=0.5"]
 )
 def test_a_complex_parameter_is_trained_as_its_two_parts(method: str) -> None:
-    whole, parts = (trained(method, model) for model in ("Waves", "TwoParts"))
+    whole, parts = (train_model(method, model) for model in ("Waves", "TwoParts"))
     assert torch.allclose(whole, parts, atol=1e-5)
-    assert not torch.allclose(whole, trained("fedavg", "Waves"), atol=1e-4)
+    assert not torch.allclose(whole, train_model("fedavg", "Waves"), atol=1e-4)

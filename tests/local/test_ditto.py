@@ -14,8 +14,9 @@ from fedheal.local import ditto
 from fedheal.local.ditto import Ditto
 from fedheal.simulate.evaluation import select_evaluated_model
 from fedheal.simulate.round import initial_state
-from local.quadratic import absorbed, context, packed, vector
-from local.rounds import is_same, make_federation, run_rounds
+from local.quadratic import absorb_updates, make_packed, make_term_context, vector
+from local.rounds import make_federation, run_rounds
+from tiny_runs import is_same
 
 
 def test_server_by_hand() -> None:
@@ -25,24 +26,24 @@ def test_server_by_hand() -> None:
     locals_ = {"a": vector(1.4), "b": vector(2.0)}
     for feedback, broadcast in ((False, 1.85), (True, 6.0)):
         term = Ditto(feedback=feedback)
-        model, shared = absorbed(term, packed(1.0), locals_, messages, {}, weights=[0.25, 0.75])
+        model, shared = absorb_updates(term, make_packed(1.0), locals_, messages, {}, weights=[0.25, 0.75])
         assert model.params.tolist() == pytest.approx([broadcast], rel=1e-12)
         assert term.evaluated(model, shared, {}).params.tolist() == pytest.approx([6.0], rel=1e-12)
 
 
 def test_a_personal_model_goes_on_from_where_it_was() -> None:
     """First from the received model, then from the client's own; always held to the received one with `lam`."""
-    asked = []
+    calls = []
 
     def fit(start: Packed, strength: float) -> Packed:
-        asked.append((start.params.item(), strength))
-        return packed(5.0)
+        calls.append((start.params.item(), strength))
+        return make_packed(5.0)
 
     term = Ditto(lam=0.7)
-    slot, message = term.finish(context(term, packed(1.0), fit=fit), packed(2.0))
+    slot, message = term.finish(make_term_context(term, make_packed(1.0), fit=fit), make_packed(2.0))
     assert slot["params"].tolist() == message["params"].tolist() == [5.0]
-    term.finish(context(term, packed(1.5), fit=fit, slot=slot), packed(2.0))
-    assert asked == [(1.0, 0.7), (5.0, 0.7)]
+    term.finish(make_term_context(term, make_packed(1.5), fit=fit, slot=slot), make_packed(2.0))
+    assert calls == [(1.0, 0.7), (5.0, 0.7)]
 
 
 def test_a_personal_models_first_round_is_fedproxs_local_model() -> None:
@@ -60,22 +61,22 @@ def test_a_personal_models_first_round_is_fedproxs_local_model() -> None:
 
 @pytest.mark.parametrize("lam", [0.0, 5.0])
 def test_reading_a_trains_the_global_model_as_fedavg_does(lam: float) -> None:
-    one, two = (
+    first, second = (
         run_rounds(make_federation(method="fedavg"), 3),
         run_rounds(make_federation(method=f"ditto:lam={lam}"), 3),
     )
-    assert is_same(one.model, two.model)
+    assert is_same(first.model, second.model)
 
 
 def test_what_is_judged_is_the_weighted_mean_of_the_personal_models() -> None:
     fed = make_federation(method="ditto")
     state = run_rounds(fed, 3)
     shares = {client: len(split) for client, split in fed.local_training.examples.items()}
-    judged = select_evaluated_model(fed, state.model, state.terms)
+    evaluated = select_evaluated_model(fed, state.model, state.terms)
     for name in ("params", "buffers"):
         mean = sum(shares[c] * slot[name].double() for c, slot in state.terms[0].slots.items()) / sum(shares.values())
-        assert torch.allclose(getattr(judged, name).double(), mean, atol=1e-6)
-        assert not torch.equal(getattr(judged, name), getattr(state.model, name))
+        assert torch.allclose(getattr(evaluated, name).double(), mean, atol=1e-6)
+        assert not torch.equal(getattr(evaluated, name), getattr(state.model, name))
 
 
 @pytest.mark.parametrize("feedback", [False, True])
@@ -86,10 +87,10 @@ def test_absent_clients_personal_models_count_too(feedback: bool) -> None:
     slots = state.terms[0].slots
     assert len(slots) > 2, "take another seed"
     shares = {client: len(fed.local_training.examples[client]) for client in slots}
-    judged = select_evaluated_model(fed, state.model, state.terms)
+    evaluated = select_evaluated_model(fed, state.model, state.terms)
     for name in ("params", "buffers"):
         mean = sum(shares[c] * slots[c][name].double() for c in slots) / sum(shares.values())
-        assert torch.allclose(getattr(judged, name).double(), mean, atol=1e-6)
+        assert torch.allclose(getattr(evaluated, name).double(), mean, atol=1e-6)
 
 
 @pytest.mark.parametrize("clients", [3, 20])

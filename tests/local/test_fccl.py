@@ -18,9 +18,10 @@ from fedheal.local.fccl import FCCL, distil
 from fedheal.local.fcclplus import FCCLPlus, compare_similarity, distil_non_targets
 from fedheal.local.term import Batch, Context
 from fedheal.simulate.round import initial_state
-from local.quadratic import absorbed, context, packed, vector
-from local.rounds import is_same, make_federation, run_rounds
+from local.quadratic import absorb_updates, make_packed, make_term_context, vector
+from local.rounds import make_federation, run_rounds
 from tiny_data import quick
+from tiny_runs import is_same
 
 TERMS = [FCCL(public_images=8, public_batch=4), FCCLPlus(public_images=8, public_batch=4)]
 
@@ -86,15 +87,15 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return np.exp(x) / np.exp(x).sum()
 
 
-def correlation_reference(z: np.ndarray, mean: np.ndarray, weight: float) -> float:
+def compute_correlation(z: np.ndarray, mean: np.ndarray, weight: float) -> float:
     a, b, classes = standardise(z), standardise(mean), z.shape[1]
     c = [[sum(a[n, i] * b[n, j] for n in range(len(a))) / len(a) for j in range(classes)] for i in range(classes)]
     same = sum((c[i][i] - 1) ** 2 for i in range(classes))
     return same + weight * sum((c[i][j] + 1) ** 2 for i in range(classes) for j in range(classes) if i != j)
 
 
-def similarity_reference(features: list[np.ndarray], own: int, temperature: float) -> float:
-    """The KL divergence of client `own` from the softmax of all clients' mean cosines, without an image's cosine to itself."""
+def compute_similarity(features: list[np.ndarray], own: int, temperature: float) -> float:
+    """Return the KL divergence of client `own` from the softmax of the mean cosines, without an image's cosine to itself."""
     unit = [f / np.linalg.norm(f, axis=1, keepdims=True) for f in features]
     total, images = 0.0, len(unit[0])
     for n in range(images):
@@ -104,7 +105,7 @@ def similarity_reference(features: list[np.ndarray], own: int, temperature: floa
     return total / images
 
 
-def non_target_reference(z: np.ndarray, teacher: np.ndarray, y: np.ndarray, temperature: float) -> float:
+def compute_non_target(z: np.ndarray, teacher: np.ndarray, y: np.ndarray, temperature: float) -> float:
     total = 0.0
     for student_row, teacher_row, label in zip(z / temperature, teacher / temperature, y, strict=True):
         s, t = np.delete(softmax(student_row), label), np.delete(softmax(teacher_row), label)
@@ -117,13 +118,13 @@ def test_the_losses_are_those_of_the_published_formulas() -> None:
     logits, features = rng.normal(size=(3, 16, 10)), [rng.normal(size=(16, 7)) for _ in range(3)]
     y = rng.integers(0, 10, 16)
     z, mean = torch.from_numpy(logits[0]), torch.from_numpy(logits.mean(axis=0))
-    expected = correlation_reference(logits[0], logits.mean(axis=0), 0.0051)
+    expected = compute_correlation(logits[0], logits.mean(axis=0), 0.0051)
     assert correlate_logits(z, mean, 0.0051).item() == pytest.approx(expected, rel=1e-12)
     units = [torch.nn.functional.normalize(torch.from_numpy(f), dim=1) for f in features]
     cosines = torch.stack([unit @ unit.T for unit in units])
-    expected = similarity_reference(features, 0, 0.02)
+    expected = compute_similarity(features, 0, 0.02)
     assert compare_similarity(cosines[0], cosines.mean(dim=0), 0.02).item() == pytest.approx(expected, rel=1e-10)
-    expected = non_target_reference(logits[0], logits[1], y, 3.0)
+    expected = compute_non_target(logits[0], logits[1], y, 3.0)
     got = distil_non_targets(z, torch.from_numpy(logits[1]), torch.from_numpy(y), 3.0)
     assert got.item() == pytest.approx(expected, rel=1e-12)
 
@@ -131,7 +132,7 @@ def test_the_losses_are_those_of_the_published_formulas() -> None:
 # The exchange
 
 
-class Turned(nn.Module):
+class IdentityFeatures(nn.Module):
     """Features are the inputs; logits are the features times a matrix."""
 
     def __init__(self, size: int = 3) -> None:
@@ -152,13 +153,13 @@ IMAGES = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
 
 
 def make_context(term: FCCL | FCCLPlus, images: Tensor | None = IMAGES, **keys: Any) -> Context:
-    module = Turned()
+    module = IdentityFeatures()
 
-    def cut(size: int) -> tuple[Tensor, ...]:
+    def make_public_batches(size: int) -> tuple[Tensor, ...]:
         return () if images is None else torch.tensor_split(images, -(-len(images) // size))
 
     received = Layout.of(module).pack(module.state_dict())
-    return context(term, received, module=module, classes=3, public_batches=cut, **keys)
+    return make_term_context(term, received, module=module, classes=3, public_batches=make_public_batches, **keys)
 
 
 @pytest.mark.parametrize("term", TERMS, ids=["fccl", "fcclplus"])
@@ -167,18 +168,18 @@ def test_a_client_sends_its_outputs_and_the_server_averages_them(term: FCCL | FC
     ctx = make_context(term, fit=lambda start, strength: start)
     term.prepare(ctx, ctx.received)
     doubled = Packed(2 * ctx.received.params, ctx.received.buffers, ctx.received.counters)
-    sent = [term.finish(ctx, model)[1] for model in (ctx.received, doubled)]
-    torch.testing.assert_close(sent[0]["logits"], IMAGES)
+    messages = [term.finish(ctx, model)[1] for model in (ctx.received, doubled)]
+    torch.testing.assert_close(messages[0]["logits"], IMAGES)
     locals_ = {"a": vector(0.0), "b": vector(0.0)}
-    _, shared = absorbed(term, packed(0.0), locals_, sent, {}, weights=[0.25, 0.75])
+    _, shared = absorb_updates(term, make_packed(0.0), locals_, messages, {}, weights=[0.25, 0.75])
     torch.testing.assert_close(shared["logits"], 1.5 * IMAGES)
     if isinstance(term, FCCLPlus):  # cosines within each half of the images; they do not depend on the head
         cosines = nn.functional.cosine_similarity(IMAGES[4:, None], IMAGES[None, 4:], dim=2)
         torch.testing.assert_close(shared["similarity"][4:], cosines)
     by_weight = type(term)(public_images=8, public_batch=4, public_weights="p")
-    _, shared = absorbed(by_weight, packed(0.0), locals_, sent, {}, weights=[0.25, 0.75])
+    _, shared = absorb_updates(by_weight, make_packed(0.0), locals_, messages, {}, weights=[0.25, 0.75])
     torch.testing.assert_close(shared["logits"], 1.75 * IMAGES)
-    assert absorbed(term, packed(0.0), {"a": vector(0.0)}, [], shared, weights=[1.0])[1] is shared
+    assert absorb_updates(term, make_packed(0.0), {"a": vector(0.0)}, [], shared, weights=[1.0])[1] is shared
 
 
 @pytest.mark.parametrize("term", TERMS, ids=["fccl", "fcclplus"])
@@ -210,7 +211,7 @@ def test_public_steps_lower_the_loss_and_leave_the_received_model(term: FCCL | F
 )
 def test_a_message_that_cannot_be_outputs_is_rejected(term: Any, message: dict[str, Tensor], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        term.check_message(message, Layout.of(Turned()))
+        term.check_message(message, Layout.of(IdentityFeatures()))
 
 
 def test_clients_need_public_images_and_the_same_number_of_them() -> None:
@@ -259,24 +260,24 @@ def test_the_local_loss_distils_the_received_and_the_own_model() -> None:
 
 @pytest.mark.parametrize("name", ["fccl:public_lr=0,inter=0,intra=0", "fcclplus:public_lr=0,inter=0"])
 def test_without_its_weights_it_is_fedavg_bit_for_bit(name: str) -> None:
-    keys = {"model": "tiny_data:featured", "participation": 0.6}
-    one, two = (run_rounds(make_federation(method=method, **keys), 3) for method in (name, "fedavg"))
-    assert is_same(one.model, two.model)
-    assert one.received == two.received
-    assert not is_same(run_rounds(make_federation(method=name.split(":")[0], **keys), 2).model, two.model)
+    keys = {"model": "tiny_data:feature_model", "participation": 0.6}
+    first, second = (run_rounds(make_federation(method=method, **keys), 3) for method in (name, "fedavg"))
+    assert is_same(first.model, second.model)
+    assert first.received == second.received
+    assert not is_same(run_rounds(make_federation(method=name.split(":")[0], **keys), 2).model, second.model)
 
 
 def test_the_public_images_alone_change_the_second_round_and_not_the_first() -> None:
-    keys = {"model": "tiny_data:featured"}
+    keys = {"model": "tiny_data:feature_model"}
     for rounds, same in ((1, True), (2, False)):
         method = "fccl:inter=0,intra=0"
-        one, two = (run_rounds(make_federation(method=name, **keys), rounds) for name in (method, "fedavg"))
-        assert is_same(one.model, two.model) == same
+        first, second = (run_rounds(make_federation(method=name, **keys), rounds) for name in (method, "fedavg"))
+        assert is_same(first.model, second.model) == same
 
 
 def test_the_own_model_has_seen_no_other_clients_data() -> None:
     """It is the received model, trained as FedAvg would: with one such training, the first round's local model."""
-    fed, plain = (make_federation(method=m, model="tiny_data:featured") for m in ("fccl:pretrain=1", "fedavg"))
+    fed, plain = (make_federation(method=m, model="tiny_data:feature_model") for m in ("fccl:pretrain=1", "fedavg"))
     task = serial.Task("plain-0", 1, ({},))
     state = initial_state(fed)
     result = serial.train_client(fed.local_training, state.model, ({},), task)
@@ -290,8 +291,8 @@ def test_the_own_model_has_seen_no_other_clients_data() -> None:
 @pytest.mark.parametrize("method", ["fccl", "fcclplus+fedheal"])
 def test_two_workers_give_the_bits_of_one(method: str) -> None:
     runs = [
-        fedheal.run(quick(method=method, model="tiny_data:featured", workers=workers), progress=False)
+        fedheal.run(quick(method=method, model="tiny_data:feature_model", workers=workers), progress=False)
         for workers in (1, 2)
     ]
-    one, two = (run.model.state_dict() for run in runs)
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    first, second = (run.model.state_dict() for run in runs)
+    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -11,13 +11,14 @@ from fedheal.local.ditto import Ditto
 from fedheal.local.fedbn import FedBN, find_norm_entries
 from fedheal.simulate.evaluation import select_evaluated_model
 from fedheal.simulate.round import initial_state
-from local.quadratic import context
-from local.rounds import is_same, make_federation, run_rounds
-from tiny_data import featured, normed
+from local.quadratic import make_term_context
+from local.rounds import make_federation, run_rounds
+from tiny_data import conv_batchnorm, feature_model
+from tiny_runs import is_same
 
 
 class Block(nn.Module):
-    """Normalisation of several kinds under names that do not tell."""
+    """Several kinds of normalisation, under names that do not show it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,11 +34,11 @@ def test_layers_are_chosen_by_type() -> None:
     module = Block()
     layout = Layout.of(module)
     masks = find_norm_entries(module, layout)
-    held = {e.name for e in layout.entries if bool(masks[f"{e.kind}s"][e.start : e.stop].all())}
-    wanted = {"group.weight", "group.bias", "layer.weight", "layer.bias", "root.weight"}
-    wanted |= {"shortcut.1.num_batches_tracked"}
-    wanted |= {f"shortcut.1.{name}" for name in ("weight", "bias", "running_mean", "running_var")}
-    assert held == wanted
+    local_names = {e.name for e in layout.entries if bool(masks[f"{e.kind}s"][e.start : e.stop].all())}
+    expected = {"group.weight", "group.bias", "layer.weight", "layer.bias", "root.weight"}
+    expected |= {"shortcut.1.num_batches_tracked"}
+    expected |= {f"shortcut.1.{name}" for name in ("weight", "bias", "running_mean", "running_var")}
+    assert local_names == expected
     assert {name: int(mask.sum()) for name, mask in masks.items()} == {"params": 3 * 8 + 4, "buffers": 8, "counters": 1}
 
 
@@ -54,13 +55,13 @@ def test_a_resnets_shortcut_layers_are_among_them() -> None:
 
 def test_fedbn_by_hand() -> None:
     """Own layers go in at the start, the received ones go back out, the local ones stay."""
-    module = normed(3)
+    module = conv_batchnorm(3)
     layout = Layout.of(module)
     received = layout.pack(module.state_dict())
     params, buffers, counters = find_norm_entries(module, layout).values()
     mine = {"params": torch.full((8,), 7.0), "buffers": torch.full((8,), 9.0), "counters": torch.tensor([40])}
     term = FedBN()
-    ctx = context(term, received, module=module, slot=mine)
+    ctx = make_term_context(term, received, module=module, slot=mine)
     start = term.prepare(ctx, received)
     assert start.params[params].tolist() == [7.0] * 8
     assert start.buffers[buffers].tolist() == [9.0] * 8
@@ -72,12 +73,12 @@ def test_fedbn_by_hand() -> None:
     assert slot["buffers"].tolist() == [10.0] * 8
     assert slot["counters"].tolist() == [43]
     assert message == {}
-    sent = term.upload(ctx, local)
-    assert torch.equal(sent.params[params], received.params[params])
-    assert torch.equal(sent.buffers, received.buffers)
-    assert torch.equal(sent.counters, received.counters)
-    assert torch.equal(sent.params[~params], local.params[~params])
-    assert term.prepare(context(term, received, module=module), received) is received
+    local_model = term.upload(ctx, local)
+    assert torch.equal(local_model.params[params], received.params[params])
+    assert torch.equal(local_model.buffers, received.buffers)
+    assert torch.equal(local_model.counters, received.counters)
+    assert torch.equal(local_model.params[~params], local.params[~params])
+    assert term.prepare(make_term_context(term, received, module=module), received) is received
 
 
 def test_a_client_keeps_its_layers_and_their_places_and_nothing_as_long_as_the_model() -> None:
@@ -85,11 +86,11 @@ def test_a_client_keeps_its_layers_and_their_places_and_nothing_as_long_as_the_m
     module = models.build("resnet10", 10)
     layout = Layout.of(module)
     received = layout.pack(module.state_dict())
-    slot, _ = FedBN().finish(context(FedBN(), received, module=module), received)
+    slot, _ = FedBN().finish(make_term_context(FedBN(), received, module=module), received)
     sizes = {name: int(mask.sum()) for name, mask in find_norm_entries(module, layout).items()}
-    kept = sum(value.nbytes for value in slot.values())
-    assert kept == 12 * (sizes["params"] + sizes["buffers"]) + 16 * sizes["counters"]
-    assert kept < 0.01 * received.params.nbytes
+    slot_bytes = sum(value.nbytes for value in slot.values())
+    assert slot_bytes == 12 * (sizes["params"] + sizes["buffers"]) + 16 * sizes["counters"]
+    assert slot_bytes < 0.01 * received.params.nbytes
 
 
 def test_the_global_models_normalisation_never_moves() -> None:
@@ -111,11 +112,11 @@ def test_a_domain_is_judged_with_the_mean_of_its_clients_layers() -> None:
     params, buffers, _ = find_norm_entries(fed.local_training.module, fed.local_training.layout).values()
     slots = state.terms[0].slots
     for residents in (["plain-0", "plain-1"], ["dark-0"]):
-        judged = select_evaluated_model(fed, state.model, state.terms, residents)
+        evaluated = select_evaluated_model(fed, state.model, state.terms, residents)
         for name, mask in (("params", params), ("buffers", buffers)):
             mean = torch.stack([slots[c][name] for c in residents]).mean(dim=0)
-            assert torch.allclose(getattr(judged, name)[mask], mean, atol=1e-6)
-        assert torch.equal(judged.params[~params], state.model.params[~params])
+            assert torch.allclose(getattr(evaluated, name)[mask], mean, atol=1e-6)
+        assert torch.equal(evaluated.params[~params], state.model.params[~params])
 
 
 def test_a_domain_whose_clients_never_trained_is_judged_with_the_global_model() -> None:
@@ -131,14 +132,14 @@ def test_fedbn_is_a_personalised_row_and_the_others_are_not() -> None:
 
 
 def test_a_model_without_normalisation_is_fedavg() -> None:
-    one, two = (
+    first, second = (
         run_rounds(make_federation(method=method, model="tiny_data:linear"), 3) for method in ("fedavg", "fedbn")
     )
-    assert is_same(one.model, two.model)
+    assert is_same(first.model, second.model)
 
 
 def test_features_and_norms_together() -> None:
     """The body's layer is found where it is nested."""
-    module = featured(3)
+    module = feature_model(3)
     params = find_norm_entries(module, Layout.of(module))["params"]
     assert int(params.sum()) == 8

@@ -14,30 +14,30 @@ from fedheal.aggregate import Aggregator
 from fedheal.aggregate.whole.fedce import cosines_to_others, fedce_stage
 from fedheal.engine import serial
 from fedheal.local.fedce import FedCE
-from local.quadratic import absorbed, context, packed, vector
+from local.quadratic import absorb_updates, make_packed, make_term_context, vector
 from local.rounds import AggregatorRounds
 from tiny_data import quick
 
 
-def kept(params: float, judged: tuple[float, float] = (0, 0), last: int = 1) -> dict[str, torch.Tensor]:
-    """What a client keeps: its model, how often it has judged and the sum of accuracies, and its last round."""
+def make_slot(params: float, judged: tuple[float, float] = (0, 0), last: int = 1) -> dict[str, torch.Tensor]:
+    """Return a client's slot: its model, the number and sum of its accuracies, and its last round."""
     return {"params": vector(params), "buffers": torch.empty(0), "judged": vector(*judged), "round": torch.tensor(last)}
 
 
 def test_the_model_without_a_client_by_hand() -> None:
     """W = 2 holds a quarter of this client's model 5: the others are at (2 - 1.25) / 0.75 = 1. Buffers alike."""
-    asked = []
+    calls = []
 
     def validate(model):
-        asked.append((model.params.item(), model.buffers.tolist()))
+        calls.append((model.params.item(), model.buffers.tolist()))
         return 0.1, 0.75
 
-    keys = {"slot": kept(5.0), "shared": {"e.a": vector(0.25)}, "validate": validate, "round": 2}
-    ctx = context(FedCE(), packed(2.0), **keys)
-    assert FedCE().metrics(ctx, packed(3.0)) == {"without_me": 0.75, "judged": 1}
-    assert asked == [(pytest.approx(1.0), [])]
-    left, message = FedCE().finish(ctx, packed(3.0))
-    assert {name: value.tolist() for name, value in left.items()} == {
+    keys = {"slot": make_slot(5.0), "shared": {"e.a": vector(0.25)}, "validate": validate, "round": 2}
+    ctx = make_term_context(FedCE(), make_packed(2.0), **keys)
+    assert FedCE().metrics(ctx, make_packed(3.0)) == {"without_me": 0.75, "judged": 1}
+    assert calls == [(pytest.approx(1.0), [])]
+    new_slot, message = FedCE().finish(ctx, make_packed(3.0))
+    assert {name: value.tolist() for name, value in new_slot.items()} == {
         "params": [3.0],
         "buffers": [],
         "judged": [1.0, 0.75],
@@ -47,9 +47,9 @@ def test_the_model_without_a_client_by_hand() -> None:
 
 
 def test_a_client_starts_without_an_accuracy() -> None:
-    ctx = context(FedCE(), packed(2.0))
-    assert FedCE().metrics(ctx, packed(3.0)) == {"without_me": 0.0, "judged": 0}
-    assert FedCE().finish(ctx, packed(3.0))[0]["judged"].tolist() == [0, 0]
+    ctx = make_term_context(FedCE(), make_packed(2.0))
+    assert FedCE().metrics(ctx, make_packed(3.0)) == {"without_me": 0.0, "judged": 0}
+    assert FedCE().finish(ctx, make_packed(3.0))[0]["judged"].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,18 @@ def test_a_client_starts_without_an_accuracy() -> None:
 def test_where_the_model_without_a_client_cannot_be_told_it_repeats_its_mean(e, number, loss) -> None:
     """It was there in round 2 with 3 accuracies that sum to 1.2; none joins them now, and the next one makes the fourth."""
     shared = {} if e is None else {"e.a": vector(e)}
-    keys = {"slot": kept(5.0, (3, 1.2), last=2), "shared": shared, "validate": lambda at: (loss, 0.1), "round": number}
-    ctx = context(FedCE(), packed(2.0), **keys)
-    assert FedCE().metrics(ctx, packed(3.0)) == {"without_me": pytest.approx(0.4), "judged": 3}
-    left, _ = FedCE().finish(ctx, packed(3.0))
-    assert left["judged"].tolist() == [3, 1.2]
-    keys = {"slot": left, "shared": {"e.a": vector(0.25)}, "validate": lambda at: (0.1, 0.8), "round": number + 1}
-    after = FedCE().metrics(context(FedCE(), packed(2.0), **keys), packed(3.0))
+    keys = {
+        "slot": make_slot(5.0, (3, 1.2), last=2),
+        "shared": shared,
+        "validate": lambda at: (loss, 0.1),
+        "round": number,
+    }
+    ctx = make_term_context(FedCE(), make_packed(2.0), **keys)
+    assert FedCE().metrics(ctx, make_packed(3.0)) == {"without_me": pytest.approx(0.4), "judged": 3}
+    new_slot, _ = FedCE().finish(ctx, make_packed(3.0))
+    assert new_slot["judged"].tolist() == [3, 1.2]
+    keys = {"slot": new_slot, "shared": {"e.a": vector(0.25)}, "validate": lambda at: (0.1, 0.8), "round": number + 1}
+    after = FedCE().metrics(make_term_context(FedCE(), make_packed(2.0), **keys), make_packed(3.0))
     assert after == {"without_me": 0.5, "judged": 4}
 
 
@@ -75,14 +80,14 @@ def test_models_without_a_client_are_sound_when_few_take_part(monkeypatch) -> No
     losses = []
     evaluate = serial.evaluate_split
 
-    def note_loss(*arguments: Any) -> tuple[float, float]:
+    def record_loss(*arguments: Any) -> tuple[float, float]:
         loss, accuracy = evaluate(*arguments)
         losses.append(loss)
         return loss, accuracy
 
-    monkeypatch.setattr(serial, "evaluate_split", note_loss)
+    monkeypatch.setattr(serial, "evaluate_split", record_loss)
     keys: dict[str, Any] = {"rounds": 12, "participation": 0.5, "lr": 0.5, "steps": 5, "validation": 0.25}
-    result = fedheal.run(quick(method="fedce", model="tiny_data:normed", **keys), progress=False)
+    result = fedheal.run(quick(method="fedce", model="tiny_data:conv_batchnorm", **keys), progress=False)
     assert len(losses) > 5
     assert all(map(math.isfinite, losses))
     assert all(record.report["skipped"] == {} for record in result.history)
@@ -91,7 +96,7 @@ def test_models_without_a_client_are_sound_when_few_take_part(monkeypatch) -> No
 def test_each_client_is_told_its_weight_and_the_absent_keep_theirs() -> None:
     term = FedCE()
     locals_ = {"a": vector(1.0), "b": vector(2.0)}
-    _, shared = absorbed(term, packed(0.0), locals_, [{}, {}], {"e.z": vector(0.9)}, weights=[0.25, 0.75])
+    _, shared = absorb_updates(term, make_packed(0.0), locals_, [{}, {}], {"e.z": vector(0.9)}, weights=[0.25, 0.75])
     assert {name: value.item() for name, value in shared.items()} == {"e.z": 0.9, "e.a": 0.25, "e.b": 0.75}
 
 
@@ -119,10 +124,10 @@ def test_fedce_by_hand() -> None:
     The new weights are those of this round's average.
     """
     weights = AggregatorRounds(Aggregator(fedce_stage("times")), 2)
-    found = weights("abc", DELTAS, without_me=[0.0, 0.0, 0.0], judged=[0, 0, 0])
+    new_weights = weights("abc", DELTAS, without_me=[0.0, 0.0, 0.0], judged=[0, 0, 0])
     share = 0.5 / 1.001  # and 0.001 / 1.001 of the last, which is below the floor of the weights themselves
     whole = 2 * share + 0.001
-    assert found == pytest.approx([share / whole, share / whole, 0.001 / whole], rel=1e-9)
+    assert new_weights == pytest.approx([share / whole, share / whole, 0.001 / whole], rel=1e-9)
     assert weights.model.tolist() == pytest.approx([(share + 0.001) / whole] * 2, rel=1e-9)
 
 
@@ -155,9 +160,9 @@ def test_fedces_second_round_averages_over_a_clients_rounds() -> None:
         a = 1 - (np.array([5**-0.5, 5**-0.5, 1.0]) + now) / 2
         a = np.maximum(a / a.sum(), 1e-3)
         a, b = a / a.sum(), np.array([0.6, 0.8, 1.0]) / 2.4
-        wanted = a * b if mode == "times" else a + b
-        found = weights("abc", DELTAS, without_me=[0.8, 0.4, 0.0], judged=[1, 1, 1])
-        assert found == pytest.approx((wanted / wanted.sum()).tolist(), rel=1e-6), mode
+        expected = a * b if mode == "times" else a + b
+        new_weights = weights("abc", DELTAS, without_me=[0.8, 0.4, 0.0], judged=[1, 1, 1])
+        assert new_weights == pytest.approx((expected / expected.sum()).tolist(), rel=1e-6), mode
 
 
 def test_fedce_gives_more_weight_to_whom_the_others_cannot_replace() -> None:
@@ -165,25 +170,27 @@ def test_fedce_gives_more_weight_to_whom_the_others_cannot_replace() -> None:
     weights = AggregatorRounds(Aggregator(fedce_stage()), 2)
     orthogonal = [[1.0, 0.0], [0.0, 1.0]]
     assert weights("ab", orthogonal, without_me=[0.0, 0.0], judged=[0, 0]) == pytest.approx([0.5, 0.5])
-    found = weights("ab", orthogonal, without_me=[0.8, 0.0], judged=[1, 1])
-    assert found == pytest.approx([0.6 / 1.6, 1.0 / 1.6])
-    assert math.isclose(sum(found), 1.0)
+    new_weights = weights("ab", orthogonal, without_me=[0.8, 0.0], judged=[1, 1])
+    assert new_weights == pytest.approx([0.6 / 1.6, 1.0 / 1.6])
+    assert math.isclose(sum(new_weights), 1.0)
 
 
 def test_fedces_newcomers_and_cohorts_of_any_size_start_from_equal_parts(monkeypatch) -> None:
     """All directions are orthogonal and all accuracies equal, so nobody has reason to count for more than another."""
     starts = []
 
-    def noted(gram: np.ndarray, e: np.ndarray) -> np.ndarray:
+    def record_starts(gram: np.ndarray, e: np.ndarray) -> np.ndarray:
         starts.append(e.tolist())
         return cosines_to_others(gram, e)
 
-    monkeypatch.setattr("fedheal.aggregate.whole.fedce.cosines_to_others", noted)
+    monkeypatch.setattr("fedheal.aggregate.whole.fedce.cosines_to_others", record_starts)
     weights = AggregatorRounds(Aggregator(fedce_stage()), 8)
     axes = dict(zip("abcdefgh", np.eye(8).tolist(), strict=True))
     for cohort in ("abcde", "f", "abfgh", "gf"):
-        found = weights(cohort, [axes[c] for c in cohort], without_me=[0.0] * len(cohort), judged=[0] * len(cohort))
-        assert found == pytest.approx([1 / len(cohort)] * len(cohort))
+        new_weights = weights(
+            cohort, [axes[c] for c in cohort], without_me=[0.0] * len(cohort), judged=[0] * len(cohort)
+        )
+        assert new_weights == pytest.approx([1 / len(cohort)] * len(cohort))
         assert starts[-1] == pytest.approx([1 / len(cohort)] * len(cohort))
 
 
@@ -202,9 +209,9 @@ def test_fedce_with_everyone_there_takes_the_first_rounds_accuracy_for_nothing()
     weights = AggregatorRounds(Aggregator(fedce_stage()), 2)
     orthogonal = [[1.0, 0.0], [0.0, 1.0]]
     for t in range(1, 6):
-        found = weights("ab", orthogonal, without_me=[0.8 * (t > 1), 0.0], judged=[t - 1, t - 1])
+        new_weights = weights("ab", orthogonal, without_me=[0.8 * (t > 1), 0.0], judged=[t - 1, t - 1])
         b = np.array([1 - 0.8 * (t - 1) / t, 1.0])
-        assert found == pytest.approx((b / b.sum()).tolist())
+        assert new_weights == pytest.approx((b / b.sum()).tolist())
 
 
 def test_who_has_judged_nothing_yet_takes_the_cohorts_mean_accuracy() -> None:
@@ -212,8 +219,8 @@ def test_who_has_judged_nothing_yet_takes_the_cohorts_mean_accuracy() -> None:
     weights = AggregatorRounds(Aggregator(fedce_stage()), 3)
     axes = np.eye(3).tolist()
     weights("ab", axes[:2], without_me=[0.0, 0.0], judged=[0, 0])
-    found = weights("abc", axes, without_me=[0.8, 0.4, 0.0], judged=[1, 1, 0])
-    assert found == pytest.approx([0.6 / 2.1, 0.8 / 2.1, 0.7 / 2.1])
+    new_weights = weights("abc", axes, without_me=[0.8, 0.4, 0.0], judged=[1, 1, 0])
+    assert new_weights == pytest.approx([0.6 / 2.1, 0.8 / 2.1, 0.7 / 2.1])
 
 
 def test_fedce_gives_equal_clients_equal_weights_however_seldom_they_come() -> None:
@@ -222,14 +229,14 @@ def test_fedce_gives_equal_clients_equal_weights_however_seldom_they_come() -> N
     names, axes, slots, shared = "abcdefghijklmnopqrst", np.eye(20).tolist(), {}, {}
     for number in range(1, 61):
         here = [c for i, c in enumerate(names) if rng.random() < (0.1 if i < 4 else 0.8)]
-        told = []
+        messages = []
         for c in here:
             keys = {"client": c, "slot": slots.get(c, {}), "shared": shared, "validate": lambda at: (0.1, 0.8)}
-            ctx = context(term, packed(0.0), round=number, **keys)
-            told.append(term.metrics(ctx, packed(1.0)))
-            slots[c], _ = term.finish(ctx, packed(1.0))
-        metrics = {name: [one[name] for one in told] for name in ("without_me", "judged")}
-        found = weights("".join(here), [axes[names.index(c)] for c in here], **metrics)
-        shared |= {f"e.{c}": vector(weight) for c, weight in zip(here, found, strict=True)}
-        assert found == pytest.approx([1 / len(here)] * len(here))
+            ctx = make_term_context(term, make_packed(0.0), round=number, **keys)
+            messages.append(term.metrics(ctx, make_packed(1.0)))
+            slots[c], _ = term.finish(ctx, make_packed(1.0))
+        metrics = {name: [message[name] for message in messages] for name in ("without_me", "judged")}
+        new_weights = weights("".join(here), [axes[names.index(c)] for c in here], **metrics)
+        shared |= {f"e.{c}": vector(weight) for c, weight in zip(here, new_weights, strict=True)}
+        assert new_weights == pytest.approx([1 / len(here)] * len(here))
     assert {int(slot["judged"][0]) for slot in slots.values()} >= {0, 40}, "take another seed"

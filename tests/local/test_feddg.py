@@ -14,7 +14,7 @@ from fedheal.data.augment import normalise_images
 from fedheal.local import feddg
 from fedheal.local.feddg import FedDG
 from local import softmax
-from local.quadratic import absorbed, context, packed
+from local.quadratic import absorb_updates, make_packed, make_term_context
 
 BATCH = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 MEAN, STD = get_pixel_scale(BATCH.device)
@@ -22,7 +22,7 @@ X, Y = normalise_images(BATCH), torch.tensor([0, 1, 2, 0])
 
 
 def mix_in_numpy(pixels: np.ndarray, amplitudes: np.ndarray, share: float, window: float) -> np.ndarray:
-    """The original's steps: shift the frequency 0 to the middle, exchange a square of amplitudes there, keep the phases."""
+    """Mix amplitudes like the original code: shift frequency 0 to the middle, mix a square of amplitudes, keep the phases."""
     spectrum = np.fft.fftshift(np.fft.fft2(pixels), axes=(-2, -1))
     (height, width), amplitude, phase = pixels.shape[-2:], np.abs(spectrum), np.angle(spectrum)
     b = int(window * min(height, width))
@@ -74,54 +74,58 @@ def test_a_step_equals_the_one_in_numpy() -> None:
     chosen, share = bank[torch.randint(6, (4,))], torch.rand(4, 1, 1, 1)
     other = feddg.to_images(feddg.mix_amplitudes(feddg.to_spectrum(X), chosen, share, 0.3))
     x, other_x = (images.flatten(1).double().numpy() for images in (X, other))
-    expected = w - 0.1 * softmax.episodic(w, x, other_x, Y.numpy(), 0.2, 0.7)
-    module = softmax.linear(w).float()
+    expected = w - 0.1 * softmax.compute_feddg_gradient(w, x, other_x, Y.numpy(), 0.2, 0.7)
+    module = softmax.make_linear(w).float()
     torch.manual_seed(2)
-    sent, _ = softmax.train(term, module, X, Y, shared={"bank": bank}, slot={"amplitudes": torch.zeros(8, 3, 5, 5)})
-    assert np.allclose(sent.params.numpy(), expected.ravel(), atol=1e-6)
-    assert not np.allclose(expected, w - 0.1 * softmax.episodic(w, x, other_x, Y.numpy(), 0.0, 0.7), atol=1e-4)
+    local_model, _ = softmax.train(
+        term, module, X, Y, shared={"bank": bank}, slot={"amplitudes": torch.zeros(8, 3, 5, 5)}
+    )
+    assert np.allclose(local_model.params.numpy(), expected.ravel(), atol=1e-6)
+    assert not np.allclose(
+        expected, w - 0.1 * softmax.compute_feddg_gradient(w, x, other_x, Y.numpy(), 0.0, 0.7), atol=1e-4
+    )
 
 
-def finished(term: FedDG, slot: Any, x: Tensor = X, y: Tensor = Y) -> tuple[Any, Any]:
-    """The slot and the message after a step."""
-    sent, ctx = softmax.train(term, softmax.linear(np.zeros((3, 192))).float(), x, y, slot=slot)
-    return term.finish(ctx, sent)
+def train_and_finish(term: FedDG, slot: Any, x: Tensor = X, y: Tensor = Y) -> tuple[Any, Any]:
+    """Take a step, and return the slot and the message."""
+    local_model, ctx = softmax.train(term, softmax.make_linear(np.zeros((3, 192))).float(), x, y, slot=slot)
+    return term.finish(ctx, local_model)
 
 
 def test_a_client_sends_amplitudes_of_its_first_images_and_the_same_ones_ever_after() -> None:
     """Phases stay behind. Rows of zeros stand for images that a client does not have."""
-    slot, message = finished(FedDG(window=0.3, spectra=5), {})
+    slot, message = train_and_finish(FedDG(window=0.3, spectra=5), {})
     spectra = np.fft.fftshift(np.abs(np.fft.fft2(BATCH.numpy() / 255)) / 64, axes=(-2, -1))
     assert np.allclose(message["amplitudes"][:4].numpy(), spectra[..., 2:7, 2:7], atol=1e-6)
     assert not message["amplitudes"][4].any()
     assert slot is message
-    assert finished(FedDG(window=0.3, spectra=5), slot, X.flip(0)) == (slot, slot)
-    assert finished(FedDG(outer=0.0), {}) == ({}, {})
+    assert train_and_finish(FedDG(window=0.3, spectra=5), slot, X.flip(0)) == (slot, slot)
+    assert train_and_finish(FedDG(outer=0.0), {}) == ({}, {})
 
 
-def fill(messages: list[Any], shared: Any) -> Any:
+def absorb_spectra(messages: list[Any], shared: Any) -> Any:
     moved = {name: torch.ones(1, dtype=torch.float64) for name in "abc"[: len(messages)]}
     weights = [1 / len(moved)] * len(moved)
-    return absorbed(FedDG(spectra=2), packed(0.0), moved, messages, shared, weights=weights)[1]
+    return absorb_updates(FedDG(spectra=2), make_packed(0.0), moved, messages, shared, weights=weights)[1]
 
 
 def test_the_bank_holds_each_clients_last_spectra_and_no_name_is_sent() -> None:
-    one, two, three = torch.rand(3, 2, 3, 3, 3)
-    two[1] = 0  # a client with one image
-    shared = fill([{"amplitudes": one}, {"amplitudes": two}, {}], {})
-    assert torch.equal(shared["bank"], torch.cat([one, two[:1]]))
-    shared = fill([{"amplitudes": three}], shared)  # a lost its slot, and sends others
-    assert torch.equal(shared["bank"], torch.cat([three, two[:1]]))
+    first, second, three = torch.rand(3, 2, 3, 3, 3)
+    second[1] = 0  # a client with one image
+    shared = absorb_spectra([{"amplitudes": first}, {"amplitudes": second}, {}], {})
+    assert torch.equal(shared["bank"], torch.cat([first, second[:1]]))
+    shared = absorb_spectra([{"amplitudes": three}], shared)  # a lost its slot, and sends others
+    assert torch.equal(shared["bank"], torch.cat([three, second[:1]]))
     assert list(FedDG().broadcast("a", shared)) == ["bank"]
-    assert fill([{"amplitudes": torch.zeros(2, 3, 3, 3)}], {}).keys() == {"amplitudes.a"}
+    assert absorb_spectra([{"amplitudes": torch.zeros(2, 3, 3, 3)}], {}).keys() == {"amplitudes.a"}
 
 
 def test_a_client_leaves_its_own_spectra_out() -> None:
     bank = torch.rand(5, 3, 3, 3)
-    ctx = context(FedDG(), packed(0.0), slot={"amplitudes": bank[1:3]}, shared={"bank": bank})
+    ctx = make_term_context(FedDG(), make_packed(0.0), slot={"amplitudes": bank[1:3]}, shared={"bank": bank})
     FedDG().prepare(ctx, ctx.received)
     assert torch.equal(ctx.scratch["bank"], bank[[0, 3, 4]])
-    alone = context(FedDG(), packed(0.0), slot={"amplitudes": bank}, shared={"bank": bank})
+    alone = make_term_context(FedDG(), make_packed(0.0), slot={"amplitudes": bank}, shared={"bank": bank})
     FedDG().prepare(alone, alone.received)
     assert "bank" not in alone.scratch
 
@@ -144,4 +148,4 @@ GOOD = torch.rand(2, 3, 3, 3)
 def test_spectra_that_cannot_be_used_are_refused(bad: Tensor, reason: str) -> None:
     """A federation then skips the client."""
     with pytest.raises(ValueError, match=reason):
-        fill([{"amplitudes": GOOD}, {"amplitudes": bad}], {})
+        absorb_spectra([{"amplitudes": GOOD}, {"amplitudes": bad}], {})

@@ -11,7 +11,7 @@ from fedheal.aggregate.whole.fedism import fedism_stage
 from fedheal.engine import serial
 from fedheal.local.fedism import FedISM, subtract_orthogonal_part
 from local import softmax
-from local.quadratic import context, packed, vector
+from local.quadratic import make_packed, make_term_context, vector
 from local.rounds import AggregatorRounds, make_federation, run_rounds
 
 RNG = np.random.default_rng(0)
@@ -20,28 +20,30 @@ W, X, Y = RNG.normal(size=(3, 5)), RNG.normal(size=(7, 5)), RNG.integers(3, size
 
 def test_the_orthogonal_part_by_hand() -> None:
     """g = (1, 1) and g' = (2, 0): along g' lies (1, 0), across it (0, 1). Less a tenth of that: (2, -0.1)."""
-    (one, two) = subtract_orthogonal_part([vector(2.0), vector(0.0)], [vector(1.0), vector(1.0)], 0.1)
-    assert (one.item(), two.item()) == pytest.approx((2.0, -0.1))
+    (first, second) = subtract_orthogonal_part([vector(2.0), vector(0.0)], [vector(1.0), vector(1.0)], 0.1)
+    assert (first.item(), second.item()) == pytest.approx((2.0, -0.1))
 
 
 def test_steps_equal_those_in_numpy() -> None:
     w = W.copy()
     for _ in range(4):
-        w -= 0.1 * softmax.surrogate(w, X, Y, 0.3, 0.2)
-    sent, _ = softmax.train(FedISM(0.3, 0.2), softmax.linear(W), torch.from_numpy(X), torch.from_numpy(Y), steps=4)
-    assert np.allclose(sent.params.numpy(), w.ravel(), atol=1e-12)
+        w -= 0.1 * softmax.compute_gsam_gradient(w, X, Y, 0.3, 0.2)
+    local_model, _ = softmax.train(
+        FedISM(0.3, 0.2), softmax.make_linear(W), torch.from_numpy(X), torch.from_numpy(Y), steps=4
+    )
+    assert np.allclose(local_model.params.numpy(), w.ravel(), atol=1e-12)
 
 
 def test_the_sharpness_by_hand() -> None:
     """F = 1/2 |w|^2 at (3, 4): the gradient has length 5, and 0.5 along it is (3.3, 4.4). 5.5^2 / 2 - 5^2 / 2 = 2.625."""
-    ctx = context(
+    ctx = make_term_context(
         FedISM(),
-        packed(3.0, 4.0),
+        make_packed(3.0, 4.0),
         gradient=lambda at: at,
         evaluate=lambda at: (float(at.params @ at.params) / 2, 0.5),
     )
-    assert FedISM(rho=0.5).metrics(ctx, packed(9.0, 9.0)) == {"sharpness": pytest.approx(2.625)}
-    assert FedISM(rho=0.0).metrics(ctx, packed(9.0, 9.0)) == {"sharpness": 0.0}
+    assert FedISM(rho=0.5).metrics(ctx, make_packed(9.0, 9.0)) == {"sharpness": pytest.approx(2.625)}
+    assert FedISM(rho=0.0).metrics(ctx, make_packed(9.0, 9.0)) == {"sharpness": 0.0}
 
 
 def test_the_engine_evaluates_on_the_clients_training_examples() -> None:

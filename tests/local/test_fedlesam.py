@@ -12,7 +12,7 @@ from fedheal.engine.serial import SerialEngine
 from fedheal.local.fedlesam import FedLESAM
 from fedheal.simulate.round import run_round, sample_cohort
 from local import softmax
-from local.quadratic import bowl, client, packed, vector
+from local.quadratic import make_gradient, make_packed, run_client, vector
 from local.rounds import make_federation, run_rounds
 
 RNG = np.random.default_rng(0)
@@ -27,8 +27,12 @@ def test_one_step_by_hand() -> None:
     """
     term = FedLESAM(0.5)
     scratch: dict[str, object] = {}
-    local, slot, message = client(
-        term, packed(1.0, 1.0), bowl(vector(3.0, 3.0)), slot={"received": vector(1.0, 5.0)}, scratch=scratch
+    local, slot, message = run_client(
+        term,
+        make_packed(1.0, 1.0),
+        make_gradient(vector(3.0, 3.0)),
+        slot={"received": vector(1.0, 5.0)},
+        scratch=scratch,
     )
     assert local.params.tolist() == pytest.approx([1.2, 1.65])
     assert (local.params - scratch["perturbation"]).tolist() == pytest.approx([1.2, 1.15])
@@ -41,17 +45,19 @@ def test_steps_equal_those_in_numpy() -> None:
     e = 0.3 * (old - W) / math.sqrt(((old - W) ** 2).sum())
     w, v = W.copy(), np.zeros_like(W)
     for _ in range(4):
-        v = 0.9 * v + softmax.gradient(w + e, X, Y)
+        v = 0.9 * v + softmax.compute_gradient(w + e, X, Y)
         w -= 0.1 * v
     x, y, slot = torch.from_numpy(X), torch.from_numpy(Y), {"received": torch.from_numpy(old.ravel())}
-    sent, _ = softmax.train(FedLESAM(0.3), softmax.linear(W), x, y, steps=4, momentum=0.9, slot=slot)
-    assert np.allclose(sent.params.numpy(), w.ravel(), atol=1e-12)
+    local_model, _ = softmax.train(FedLESAM(0.3), softmax.make_linear(W), x, y, steps=4, momentum=0.9, slot=slot)
+    assert np.allclose(local_model.params.numpy(), w.ravel(), atol=1e-12)
 
 
 @pytest.mark.parametrize("slot", [{}, {"received": torch.from_numpy(W.ravel())}], ids=["first round", "same model"])
 def test_without_a_difference_there_is_no_perturbation(slot: dict[str, torch.Tensor]) -> None:
-    sent, _ = softmax.train(FedLESAM(0.3), softmax.linear(W), torch.from_numpy(X), torch.from_numpy(Y), slot=slot)
-    assert np.allclose(sent.params.numpy(), (W - 0.1 * softmax.gradient(W, X, Y)).ravel(), atol=1e-14)
+    local_model, _ = softmax.train(
+        FedLESAM(0.3), softmax.make_linear(W), torch.from_numpy(X), torch.from_numpy(Y), slot=slot
+    )
+    assert np.allclose(local_model.params.numpy(), (W - 0.1 * softmax.compute_gradient(W, X, Y)).ravel(), atol=1e-14)
 
 
 def test_a_client_keeps_the_model_that_it_received_last() -> None:

@@ -50,7 +50,7 @@ def test_fedprocs_first_round() -> None:
 
 def test_fedproc_without_first_round_ce_learns_nothing_at_first() -> None:
     """Only weight decay moves parameters, so without it nothing does."""
-    keys = {"model": "tiny_data:featured", "weight_decay": 0.0}
+    keys = {"model": "tiny_data:feature_model", "weight_decay": 0.0}
     for first, moves in ((True, True), (False, False)):
         fed = make_federation(method=f"fedproc:first_round_ce={first}", **keys)
         state = initial_state(fed)

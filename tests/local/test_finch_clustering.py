@@ -8,13 +8,13 @@ import pytest
 from fedheal.local.fpl import finch
 
 
-def at(*degrees: float) -> np.ndarray:
-    """Unit vectors at these angles."""
+def make_unit_vectors(*degrees: float) -> np.ndarray:
+    """Return unit vectors at these angles."""
     radians = np.deg2rad(degrees)
     return np.stack([np.cos(radians), np.sin(radians)], axis=1)
 
 
-def groups(labels: np.ndarray) -> set[frozenset[int]]:
+def group_points(labels: np.ndarray) -> set[frozenset[int]]:
     return {frozenset(np.flatnonzero(labels == label).tolist()) for label in set(labels.tolist())}
 
 
@@ -31,12 +31,12 @@ def groups(labels: np.ndarray) -> set[frozenset[int]]:
     ids=str,
 )
 def test_clusters_by_hand(degrees: list[float], expected: list[set[int]]) -> None:
-    assert groups(finch(at(*degrees))) == {frozenset(group) for group in expected}
+    assert group_points(finch(make_unit_vectors(*degrees))) == {frozenset(group) for group in expected}
 
 
 def test_only_the_angle_counts() -> None:
-    points = at(0, 5, 90, 95) * np.array([[1.0], [1000.0], [0.001], [5.0]])
-    assert groups(finch(points)) == {frozenset({0, 1}), frozenset({2, 3})}
+    points = make_unit_vectors(0, 5, 90, 95) * np.array([[1.0], [1000.0], [0.001], [5.0]])
+    assert group_points(finch(points)) == {frozenset({0, 1}), frozenset({2, 3})}
 
 
 def test_labels_count_from_zero_without_gaps() -> None:
@@ -69,13 +69,13 @@ def test_no_points_are_no_clusters() -> None:
 
 
 def test_the_order_of_the_points_does_not_change_the_clusters() -> None:
-    points = at(0, 2, 10, 12, 100, 102, 110, 112)
+    points = make_unit_vectors(0, 2, 10, 12, 100, 102, 110, 112)
     shuffled = np.random.default_rng(1).permutation(len(points))
-    found = {frozenset(shuffled[list(group)].tolist()) for group in groups(finch(points[shuffled]))}
-    assert found == groups(finch(points))
+    clusters = {frozenset(shuffled[list(group)].tolist()) for group in group_points(finch(points[shuffled]))}
+    assert clusters == group_points(finch(points))
 
 
 def test_single_precision_and_huge_or_tiny_vectors() -> None:
     for scale in (1e-30, 1.0, 1e30):
-        points = (at(0, 5, 90, 95) * scale).astype(np.float32)
-        assert groups(finch(points)) == {frozenset({0, 1}), frozenset({2, 3})}, scale
+        points = (make_unit_vectors(0, 5, 90, 95) * scale).astype(np.float32)
+        assert group_points(finch(points)) == {frozenset({0, 1}), frozenset({2, 3})}, scale

@@ -18,7 +18,7 @@ from fedheal.local.scaffold import Scaffold
 from fedheal.local.term import Term
 from fedheal.simulate.evaluation import select_evaluated_model
 from fedheal.simulate.round import drops_out, initial_state, run_round
-from local.quadratic import bowl, federation, make_engine, vector
+from local.quadratic import make_engine, make_gradient, make_quadratic_federation, vector
 
 pytestmark = pytest.mark.slow
 
@@ -30,17 +30,17 @@ CURVATURES = {
     "b": torch.tensor([[0.6, -0.2], [-0.2, 1.5]], dtype=torch.float64),
     "c": torch.tensor([[2.0, 0.1], [0.1, 0.8]], dtype=torch.float64),
 }
-GRADIENTS = {name: bowl(CENTRES[name], CURVATURES[name]) for name in P}
+GRADIENTS = {name: make_gradient(CENTRES[name], CURVATURES[name]) for name in P}
 
 
-def optimum(q: dict[str, float]) -> Tensor:
+def solve_optimum(q: dict[str, float]) -> Tensor:
     h = sum(q[c] * CURVATURES[c] for c in q)
     return torch.linalg.solve(h, sum(q[c] * CURVATURES[c] @ CENTRES[c] for c in q))
 
 
-def limit(term: Term | None, p: dict[str, float], rounds: int, **keys: Any) -> tuple[Tensor, Tensor]:
-    """The broadcast and the evaluated parameters after many rounds in which the average has the weights p."""
-    fed = federation(term, p, 2, **keys)
+def find_limit(term: Term | None, p: dict[str, float], rounds: int, **keys: Any) -> tuple[Tensor, Tensor]:
+    """Return the broadcast and the evaluated parameters after many rounds with the weights p."""
+    fed = make_quadratic_federation(term, p, 2, **keys)
     state, engine = initial_state(fed), make_engine(fed, GRADIENTS)
     for _ in range(rounds):
         state, _ = run_round(fed, state, engine, evaluate=False)
@@ -48,36 +48,36 @@ def limit(term: Term | None, p: dict[str, float], rounds: int, **keys: Any) -> t
 
 
 def find_last_distance(term: Term, p: dict[str, float], rounds: int, **keys: Any) -> float:
-    """The largest distance to the optimum of p in the last 20 rounds, where clients drop out now and then."""
-    fed = replace(federation(term, p, 2, **keys), dropout=0.4)
+    """Return the largest distance to the optimum of p in the last 20 rounds, with clients that drop out."""
+    fed = replace(make_quadratic_federation(term, p, 2, **keys), dropout=0.4)
     state, engine, distances = initial_state(fed), make_engine(fed, GRADIENTS), []
     for _ in range(rounds):
         state, _ = run_round(fed, state, engine, evaluate=False)
-        distances.append(far(state.model.params, optimum(p)))
+        distances.append(measure_distance(state.model.params, solve_optimum(p)))
     return max(distances[-20:])
 
 
-def far(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm())
+def measure_distance(first: Tensor, other: Tensor) -> float:
+    return float((first - other).norm())
 
 
 def test_the_two_optima_are_apart() -> None:
-    assert far(optimum(P), optimum(UNIFORM)) > 0.5
+    assert measure_distance(solve_optimum(P), solve_optimum(UNIFORM)) > 0.5
     for q in (P, UNIFORM):
-        assert sum(q[c] * GRADIENTS[c](optimum(q)) for c in q).tolist() == pytest.approx([0, 0], abs=1e-12)
+        assert sum(q[c] * GRADIENTS[c](solve_optimum(q)) for c in q).tolist() == pytest.approx([0, 0], abs=1e-12)
 
 
 def test_fedavg_goes_near_the_optimum_of_its_weights_but_drifts() -> None:
-    w, _ = limit(None, P, 80, lr=0.05)
-    assert 1e-3 < far(w, optimum(P)) < 0.15
-    assert far(w, optimum(UNIFORM)) > 0.4
-    w, _ = limit(FedProx(1.0), P, 100, lr=0.05)
-    assert far(w, optimum(P)) < 0.15
+    w, _ = find_limit(None, P, 80, lr=0.05)
+    assert 1e-3 < measure_distance(w, solve_optimum(P)) < 0.15
+    assert measure_distance(w, solve_optimum(UNIFORM)) > 0.4
+    w, _ = find_limit(FedProx(1.0), P, 100, lr=0.05)
+    assert measure_distance(w, solve_optimum(P)) < 0.15
 
 
 def test_one_step_a_round_has_no_drift() -> None:
-    w, _ = limit(None, P, 100, steps=1, lr=0.4)
-    assert far(w, optimum(P)) < 1e-6
+    w, _ = find_limit(None, P, 100, steps=1, lr=0.4)
+    assert measure_distance(w, solve_optimum(P)) < 1e-6
 
 
 CORRECTED = [
@@ -97,18 +97,18 @@ PARTIAL = [
 def test_uniform_controls_reach_the_uniform_optimum_whatever_the_averages_weights(
     term: type[Term], parameters: dict[str, Any], keys: dict[str, Any]
 ) -> None:
-    for w in limit(term(**parameters), P, 80, **keys):
-        assert far(w, optimum(UNIFORM)) < 1e-8
-        assert far(w, optimum(P)) > 0.5
+    for w in find_limit(term(**parameters), P, 80, **keys):
+        assert measure_distance(w, solve_optimum(UNIFORM)) < 1e-8
+        assert measure_distance(w, solve_optimum(P)) > 0.5
 
 
 @pytest.mark.parametrize(("term", "parameters", "keys"), CORRECTED)
 def test_weighted_controls_reach_the_optimum_of_the_weights(
     term: type[Term], parameters: dict[str, Any], keys: dict[str, Any]
 ) -> None:
-    for w in limit(term(fair_controls="p", **parameters), P, 80, **keys):
-        assert far(w, optimum(P)) < 1e-8
-        assert far(w, optimum(UNIFORM)) > 0.5
+    for w in find_limit(term(fair_controls="p", **parameters), P, 80, **keys):
+        assert measure_distance(w, solve_optimum(P)) < 1e-8
+        assert measure_distance(w, solve_optimum(UNIFORM)) > 0.5
 
 
 @pytest.mark.parametrize("fair_controls", ["uniform", "p"])
@@ -125,6 +125,6 @@ def test_weighted_controls_reach_the_optimum_of_the_weights_whoever_is_missing(
     term: type[Term], parameters: dict[str, Any], keys: dict[str, Any]
 ) -> None:
     """In the first rounds not everyone has been seen yet; where it ends does not depend on who has."""
-    fed = replace(federation(None, P, 2), dropout=0.4)
+    fed = replace(make_quadratic_federation(None, P, 2), dropout=0.4)
     assert any(drops_out(fed, 0, 1, client) for client in P), "everyone comes first: take another seed"
     assert find_last_distance(term(fair_controls="p", **parameters), P, 120, **keys) < 1e-6

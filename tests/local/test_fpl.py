@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedheal.local.fpl import FPL
-from local.prototype_inputs import absorb, make_batch, make_context, make_message
+from local.prototype_inputs import absorb_messages, make_batch, make_context, make_message
 
 CLUSTERS = {
     "clusters": torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]]),
@@ -60,7 +60,7 @@ def test_fpls_server_by_hand() -> None:
         make_message(([0.0, 1.0], 9), none, none),
         make_message(([0.2, 1.0], 9), none, none),
     ]
-    shared = absorb(FPL(), messages, {}, [0.9, 0.025, 0.025, 0.025, 0.025])
+    shared = absorb_messages(FPL(), messages, {}, [0.9, 0.025, 0.025, 0.025, 0.025])
     assert shared["owner"].tolist() == [0, 0, 1]
     assert shared["clusters"].flatten().tolist() == pytest.approx([1.0, 0.1, 0.1, 1.0, 3.0, 4.0], rel=1e-6)
     assert shared["prototypes"].flatten().tolist() == pytest.approx([0.55, 0.55, 3.0, 4.0, 0.0, 0.0], rel=1e-6)
@@ -71,11 +71,11 @@ def test_fpl_keeps_the_clusters_of_a_class_that_nobody_has_this_round() -> None:
     """Class 0 had two clusters and class 1 one; now one client comes, with classes 1 and 2."""
     none = ([0.0, 0.0], 0.0)
     message = make_message(none, ([5.0, 5.0], 3), ([7.0, 0.0], 1))
-    shared = absorb(FPL(), [message], CLUSTERS, [1.0])
+    shared = absorb_messages(FPL(), [message], CLUSTERS, [1.0])
     assert shared["owner"].tolist() == [0, 0, 1, 2]
     assert shared["clusters"].tolist() == [[1.0, 0.0], [0.0, 1.0], [5.0, 5.0], [7.0, 0.0]]
     assert shared["prototypes"].tolist() == [[0.5, 0.5], [5.0, 5.0], [7.0, 0.0]]
     assert shared["known"].tolist() == [1, 1, 1]
     assert CLUSTERS["owner"].tolist() == [0, 0, 1]
-    nothing = absorb(FPL(), [make_message(none, none, none)], CLUSTERS, [1.0])
+    nothing = absorb_messages(FPL(), [make_message(none, none, none)], CLUSTERS, [1.0])
     assert all(torch.equal(nothing[name], CLUSTERS[name]) for name in CLUSTERS)

@@ -13,8 +13,8 @@ from fedheal.local.fedproto import FedProto
 from fedheal.local.fpl import FPL
 from fedheal.local.prototypes import Prototypes
 from fedheal.simulate.round import initial_state
-from local.prototype_inputs import AXES, absorb, make_batch, make_context, make_message
-from local.quadratic import packed
+from local.prototype_inputs import AXES, absorb_messages, make_batch, make_context, make_message
+from local.quadratic import make_packed
 from local.rounds import make_federation, run_rounds
 
 
@@ -25,7 +25,7 @@ def test_class_means_are_collected_in_the_last_epoch_only() -> None:
     assert ctx.scratch == {}
     term.loss(make_batch([[1.0, 2.0], [5.0, 5.0]], [0, 2], last=True), ctx)
     term.loss(make_batch([[3.0, 6.0]], [0], last=True), ctx)
-    slot, message = term.finish(ctx, packed(0.0))
+    slot, message = term.finish(ctx, make_packed(0.0))
     assert slot == {}
     assert message["prototypes"].tolist() == [[2.0, 4.0], [0.0, 0.0], [5.0, 5.0]]
     assert message["count"].tolist() == [2, 0, 1]
@@ -35,7 +35,7 @@ def test_class_means_are_collected_in_the_last_epoch_only() -> None:
 @pytest.mark.parametrize("method", ["fedproc", "fedproto", "fpl"])
 def test_the_engine_counts_each_example_once_and_the_features_it_trained_on(method: str) -> None:
     """One batch an epoch: the last epoch's features are those of the model that the epochs before have made."""
-    keys = {"model": "tiny_data:featured", "epochs": 3, "batch_size": 100, "momentum": 0.0}
+    keys = {"model": "tiny_data:feature_model", "epochs": 3, "batch_size": 100, "momentum": 0.0}
     fed = make_federation(method=method, **keys)
     state = initial_state(fed)
     local_training, task = fed.local_training, serial.Task("noisy-0", 1, ({},))
@@ -60,7 +60,7 @@ def test_the_servers_mean_is_plain_and_over_the_clients_that_have_the_class(term
     """Class 0: the mean of (1, 1) and (3, 5), though counts are 5 and 100 and weights 0.9 and 0.1; class 1: b's alone."""
     a = make_message(([1.0, 1.0], 5), ([0.0, 0.0], 0), ([0.0, 0.0], 0))
     b = make_message(([3.0, 5.0], 100), ([2.0, 2.0], 1), ([0.0, 0.0], 0))
-    shared = absorb(term, [a, b], {}, [0.9, 0.1])
+    shared = absorb_messages(term, [a, b], {}, [0.9, 0.1])
     assert shared["prototypes"].tolist() == [[2.0, 3.0], [2.0, 2.0], [0.0, 0.0]]
     assert shared["known"].tolist() == [1, 1, 0]
 
@@ -84,7 +84,7 @@ def test_which_weights_average_the_prototypes(kind: type[Prototypes], by: str, f
         make_message(([3.0, 5.0], 15), none, none),
         make_message(none, ([2.0, 2.0], 1), none),
     ]
-    shared = absorb(kind(proto_weights=by), messages, {}, [0.3, 0.1, 0.6])
+    shared = absorb_messages(kind(proto_weights=by), messages, {}, [0.3, 0.1, 0.6])
     assert shared["prototypes"].flatten().tolist() == pytest.approx([*first, 2.0, 2.0, 0.0, 0.0], rel=1e-6)
     assert shared["known"].tolist() == [1, 1, 0]
 
@@ -93,7 +93,7 @@ def test_a_class_that_only_clients_without_weight_have_keeps_its_prototype() -> 
     """Under `p`: client a has no weight, so its class 0 counts as nobody's."""
     messages = [make_message(([5.0, 5.0], 2), ([0.0, 0.0], 0)), make_message(([0.0, 0.0], 0), ([7.0, 7.0], 1))]
     before = {"prototypes": torch.tensor([[1.0, 0.0], [0.0, 1.0]]), "known": torch.tensor([1, 0])}
-    shared = absorb(FedProto("p"), messages, before, [0.0, 1.0])
+    shared = absorb_messages(FedProto("p"), messages, before, [0.0, 1.0])
     assert shared["prototypes"].tolist() == [[1.0, 0.0], [7.0, 7.0]]
     assert shared["known"].tolist() == [1, 1]
 
@@ -106,7 +106,7 @@ def test_the_weights_of_prototypes_reach_the_term_by_name() -> None:
 
 def test_a_class_nobody_has_this_round_keeps_its_prototype() -> None:
     a = make_message(([5.0, 5.0], 2), ([0.0, 0.0], 0), ([7.0, 7.0], 1))
-    shared = absorb(FedProto(), [a], AXES, [1.0])
+    shared = absorb_messages(FedProto(), [a], AXES, [1.0])
     assert shared["prototypes"].tolist() == [[5.0, 5.0], [0.0, 1.0], [7.0, 7.0]]
     assert shared["known"].tolist() == [1, 1, 1]
     assert AXES["prototypes"][0].tolist() == [1.0, 0.0]
@@ -114,8 +114,8 @@ def test_a_class_nobody_has_this_round_keeps_its_prototype() -> None:
 
 @pytest.mark.parametrize("term", [FedProc(), FedProto(), FPL()], ids=["fedproc", "fedproto", "fpl"])
 def test_nobody_came(term: Prototypes) -> None:
-    aggregated = packed(1.0)
-    model, shared = term.absorb(packed(0.0), aggregated, [], AXES, None)
+    aggregated = make_packed(1.0)
+    model, shared = term.absorb(make_packed(0.0), aggregated, [], AXES, None)
     assert model is aggregated
     assert shared is AXES
 
@@ -124,7 +124,7 @@ def test_prototypes_do_not_depend_on_the_averages_weights() -> None:
     """A first round with any stage leaves the prototypes of plain FedProto: they are features, not parameters."""
     ends = []
     for method in ("fedproto", "fedproto+uniform", "fedproto+afl:gamma=1", "fedproto+fedheal:tau=1"):
-        fed = make_federation(method=method, model="tiny_data:featured")
+        fed = make_federation(method=method, model="tiny_data:feature_model")
         state = run_rounds(fed, 1)
         ends.append(state.terms[0].shared["prototypes"])
     assert all(torch.equal(ends[0], other) for other in ends[1:])

@@ -13,21 +13,18 @@ from fedheal.engine.serial import SerialEngine
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.round import initial_state, run_round
 from tiny_data import load, quick
+from tiny_runs import is_same
 
 
 @cache
-def after(method: str, rounds: int, **keys: Any) -> RunState:
+def run_method(method: str, rounds: int, **keys: Any) -> RunState:
     fed = build_federation(
-        quick(**{"method": method, "model": "tiny_data:featured"} | keys), load(), torch.device("cpu")
+        quick(**{"method": method, "model": "tiny_data:feature_model"} | keys), load(), torch.device("cpu")
     )
     state = initial_state(fed)
     for _ in range(rounds):
         state, _ = run_round(fed, state, SerialEngine(fed.local_training), evaluate=False)
     return state
-
-
-def equal(one: RunState, two: RunState) -> bool:
-    return all(torch.equal(getattr(one.model, f), getattr(two.model, f)) for f in ("params", "buffers", "counters"))
 
 
 pytestmark = pytest.mark.slow
@@ -54,7 +51,7 @@ SETTINGS = [{}, {"participation": 0.6, "dropout": 0.2, "augment": "crop-flip"}]
     ],
 )
 def test_the_same_bits_after_three_rounds(method: str, other: str, keys: dict[str, Any]) -> None:
-    assert equal(after(method, 3, **keys), after(other, 3, **keys))
+    assert is_same(run_method(method, 3, **keys).model, run_method(other, 3, **keys).model)
 
 
 @pytest.mark.parametrize(
@@ -74,21 +71,21 @@ def test_the_same_bits_after_three_rounds(method: str, other: str, keys: dict[st
     ],
 )
 def test_the_first_round_has_nothing_to_go_by_yet(method: str, other: str) -> None:
-    assert equal(after(method, 1), after(other, 1))
-    assert not equal(after(method, 2), after(other, 2))
+    assert is_same(run_method(method, 1).model, run_method(other, 1).model)
+    assert not is_same(run_method(method, 2).model, run_method(other, 2).model)
 
 
 @pytest.mark.parametrize(
     "name", ["fedprox", "fedproto", "moon", "ditto:feedback=true", "scaffold", "feddyn", "fedproc", "fedsam"]
 )
 def test_without_its_parameter_taken_away_a_method_is_another_one(name: str) -> None:
-    assert not equal(after(name, 3), after("fedavg", 3))
+    assert not is_same(run_method(name, 3).model, run_method("fedavg", 3).model)
 
 
 def test_feddyns_average_is_uniform_fedavgs_local_models_of_a_first_round_with_a_tiny_alpha() -> None:
     """The regulariser vanishes with alpha and what is judged is the plain mean; the broadcast model goes twice as far."""
-    state, plain = after("feddyn:alpha=1e-9,clip=0", 1), after("uniform", 1)
-    start = after("uniform", 0)
+    state, plain = run_method("feddyn:alpha=1e-9,clip=0", 1), run_method("uniform", 1)
+    start = run_method("uniform", 0)
     average = state.terms[0].shared["average"]
     assert torch.allclose(average, plain.model.params, atol=1e-6)
     assert torch.allclose(
@@ -99,6 +96,6 @@ def test_feddyns_average_is_uniform_fedavgs_local_models_of_a_first_round_with_a
 def test_unweighted_methods_and_weights_by_examples() -> None:
     """SCAFFOLD and FedDyn average evenly unless a stage says otherwise; the others by examples."""
     for name in ("scaffold", "feddyn"):
-        assert equal(after(name, 2), after(f"{name}+uniform", 2))
+        assert is_same(run_method(name, 2).model, run_method(f"{name}+uniform", 2).model)
     for name in ("fedprox", "moon", "fedproto"):
-        assert not equal(after(name, 2), after(f"{name}+uniform", 2))
+        assert not is_same(run_method(name, 2).model, run_method(f"{name}+uniform", 2).model)

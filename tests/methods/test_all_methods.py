@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from fedheal import methods
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "methods.py"
 spec = importlib.util.spec_from_file_location("methods_benchmark", BENCHMARK)
 benchmark = importlib.util.module_from_spec(spec)
@@ -22,14 +22,6 @@ spec.loader.exec_module(benchmark)
 def test_every_local_method_is_combined_with_nine_stages_and_whole_methods_with_none():
     assert len([name for name in methods.names() if name not in methods.WHOLE]) == len(methods.LOCAL) * 10
     assert {"fedfv", "ditto", "fedbn", "fpl", "fedce", "fedga", "fedpw", "fedism"} <= set(methods.WHOLE)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 PLAIN = [name for name in methods.names() if "+" not in name or name.startswith("fedavg+")]

@@ -39,7 +39,7 @@ def even():
 def pull(mu: float = 0.1):
     return FedProx(mu)
 
-def fixed():
+def fixed_pull():
     return FedProx(0.1)
 
 def average(fair: bool = False, variant: str = "paper"):
@@ -53,47 +53,47 @@ def plain(k: int = 1):
         raise ValueError(f"k = {k}: use 1 or 2")
     return Local()
 
-def needing(mu):
+def without_default(mu):
     return FedProx(mu)
 
-def many(*mus):
+def variadic(*mus):
     return FedProx(mus[0])
 
-def unsayable(names: str = "a,b"):
+def comma_default(names: str = "a,b"):
     return Local()
 
 def number():
     return NUMBER
 
-def broken(k: int = 2):
+def raising(k: int = 2):
     return {}[k]
 
-def returning(what: str = "word"):
+def bad_reducer(what: str = "word"):
     # A reducer that makes something else of a round than a model and a report.
-    made = {
+    choices = {
         "word": lambda draft: "hello",
         "tensor": lambda draft: (draft.model.params, {}),
         "shape": lambda draft: (replace(draft.model, params=torch.zeros(3)), {}),
-        "unsayable": lambda draft: (draft.model, {"inner": {"key": {1, 2}}}),
+        "not_json": lambda draft: (draft.model, {"inner": {"key": {1, 2}}}),
     }
-    return Aggregator(chain(), lambda draft, weights: made[what](draft))
+    return Aggregator(chain(), lambda draft, weights: choices[what](draft))
 
-def drafting(what: str = "mask"):
-    made = {
+def bad_draft(what: str = "mask"):
+    choices = {
         "mask": lambda draft: {"mask": draft.updates.deltas > 0},
         "step": lambda draft: {"step": [0.0]},
         "report": lambda draft: {"report": [1]},
         "few": lambda draft: {"weights": torch.ones(2)},
         "nan": lambda draft: {"weights": draft.num_examples * float("nan")},
     }
-    return stateless(lambda draft: replace(draft, **made[what](draft)))
+    return stateless(lambda draft: replace(draft, **choices[what](draft)))
 
-class Losing(Term):
+class BadLoss(Term):
     def __init__(self, what, finish):
         self.what, self.end = what, finish
 
     def loss(self, batch, ctx):
-        made = {
+        choices = {
             "none": lambda: None,
             "vector": lambda: batch.logits.sum(1),
             "list": lambda: [batch.ce],
@@ -101,24 +101,24 @@ class Losing(Term):
             "detached": lambda: batch.ce.detach(),
             "nan": lambda: batch.logits.sum() * float("nan"),
         }
-        return made[self.what]()
+        return choices[self.what]()
 
     def finish(self, ctx, local):
         return {} if self.end else ({}, {})
 
-def losing(what: str = "none", finish: str = ""):
-    return Losing(what, finish)
+def bad_loss(what: str = "none", finish: str = ""):
+    return BadLoss(what, finish)
 
-def lost():
+def stage_without_state():
     return Stage(lambda layout: Nothing(), lambda draft, state: draft)
 
-def weighing(how: str = "list"):
-    made = {
+def custom_weights(how: str = "list"):
+    choices = {
         "list": lambda draft: [2] * len(draft.rows),
         "tensor": lambda draft: torch.ones(len(draft.rows)),
         "words": lambda draft: ["much"] * len(draft.rows),
     }
-    return stateless(lambda draft: replace(draft, weights=made[how](draft)))
+    return stateless(lambda draft: replace(draft, weights=choices[how](draft)))
 
 def root(first: int = 1):
     def apply(draft, state):
@@ -127,33 +127,33 @@ def root(first: int = 1):
         return draft, state
     return Stage(lambda layout: Nothing() if first else {}[0], apply)
 
-def reducing():
+def failing_reducer():
     return Aggregator(chain(), lambda draft, weights: 1 / 0)
 
-class Failing(Term):
+class FailingLoss(Term):
     def loss(self, batch, ctx):
         return None if ctx.round < 2 else batch.nothing
 
-def failing():
-    return Failing()
+def failing_loss():
+    return FailingLoss()
 """
 
 
 @pytest.fixture(autouse=True)
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test's own copy: modules stay imported."""
+def methods_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write and unload the module of methods for each test, since modules stay imported."""
     (tmp_path / "mine_of_tests.py").write_text(MINE, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "mine_of_tests", raising=False)
     monkeypatch.chdir(tmp_path)
 
 
-def own(text: str) -> str:
+def qualify_name(text: str) -> str:
     return text.replace("mine:", "mine_of_tests:")
 
 
-def trained(name: str, **keys: Any) -> bytes:
-    result = fedheal.run(quick(method=own(name), participation=0.8, **keys), progress=False)
+def run_method(name: str, **keys: Any) -> bytes:
+    result = fedheal.run(quick(method=qualify_name(name), participation=0.8, **keys), progress=False)
     return torch.cat([value.flatten() for value in result.model.state_dict().values()]).numpy().tobytes()
 
 
@@ -171,12 +171,12 @@ def trained(name: str, **keys: Any) -> bytes:
         ("mine:average:fair=true", "uniform"),
         ("mine:whole:mu=0.2,times=3", "fedprox:mu=0.6+fedheal"),
         ("mine:plain", "fedavg"),
-        ("mine:weighing", "uniform"),
-        ("mine:weighing:how=tensor", "uniform"),
+        ("mine:custom_weights", "uniform"),
+        ("mine:custom_weights:how=tensor", "uniform"),
     ],
 )
 def test_a_part_of_ones_own_does_what_the_table_s_does_to_the_bit(name: str, same: str) -> None:
-    assert trained(name) == trained(same)
+    assert run_method(name) == run_method(same)
 
 
 @pytest.mark.parametrize(
@@ -191,28 +191,28 @@ def test_a_part_of_ones_own_does_what_the_table_s_does_to_the_bit(name: str, sam
     ],
 )
 def test_it_has_one_name_like_any_other(name: str, keys: dict[str, Any], short: str, full_name: str) -> None:
-    found = methods.get(own(name), **keys)
-    assert (found.name, found.full_name) == (own(short), own(full_name))
-    assert methods.get(found.full_name).name == methods.get(found.name).name == found.name
+    method = methods.get(qualify_name(name), **keys)
+    assert (method.name, method.full_name) == (qualify_name(short), qualify_name(full_name))
+    assert methods.get(method.full_name).name == methods.get(method.name).name == method.name
 
 
 def test_values_are_what_the_function_returned() -> None:
-    found = methods.get(own("mine:pull:mu=0.5+mine:even"))
-    assert found.local == (FedProx(0.5),)
-    assert found.aggregator.stage.gives == STAGES["uniform"]().gives
-    assert methods.get(own("mine:whole")).parameters == {"mu": 0.01, "times": 1}
+    method = methods.get(qualify_name("mine:pull:mu=0.5+mine:even"))
+    assert method.local == (FedProx(0.5),)
+    assert method.aggregator.stage.gives == STAGES["uniform"]().gives
+    assert methods.get(qualify_name("mine:whole")).parameters == {"mu": 0.01, "times": 1}
 
 
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("mine:needing", "give its parameter 'mu' a default"),
-        ("mine:many", "give its parameter 'mus' a default"),
-        ("mine:unsayable", "give its parameter 'names' a default"),
+        ("mine:without_default", "give its parameter 'mu' a default"),
+        ("mine:variadic", "give its parameter 'mus' a default"),
+        ("mine:comma_default", "give its parameter 'names' a default"),
         ("mine:number", "returned a int, not a Stage"),
         ("mine:NUMBER", "has no function 'NUMBER'"),
         ("mine:absent", "has no function 'absent'"),
-        ("mine:broken", "raised KeyError: 2"),
+        ("mine:raising", "raised KeyError: 2"),
         ("mine:plain:k=3", "k = 3: use 1 or 2"),
         ("mine:plain:k=1.5", "k = 1.5: use a whole number"),
         ("mine:whole:time=1", "no parameter 'time'.*did you mean 'times'"),
@@ -227,7 +227,7 @@ def test_values_are_what_the_function_returned() -> None:
 )
 def test_what_is_wrong_with_one_is_a_sentence(name: str, why: str) -> None:
     with pytest.raises(ValueError, match=why) as error:
-        methods.get(own(name))
+        methods.get(qualify_name(name))
     assert "\n" not in str(error.value)
 
 
@@ -235,13 +235,16 @@ def test_what_is_wrong_with_one_is_a_sentence(name: str, why: str) -> None:
     ("name", "why"),
     [
         (
-            "mine:returning:what=word",
-            r"round 1: your reducer `mine:returning.<locals>.<lambda>` must return a Packed and a Mapping, got a str",
+            "mine:bad_reducer:what=word",
+            r"round 1: your reducer `mine:bad_reducer.<locals>.<lambda>` must return a Packed and a Mapping, got a str",
         ),
-        ("mine:returning:what=tensor", "must return a Packed and a Mapping, got a Tensor and a dict"),
-        ("mine:lost", "round 1: your stage `mine:lost` must return a Draft and a State, got a Draft"),
+        ("mine:bad_reducer:what=tensor", "must return a Packed and a Mapping, got a Tensor and a dict"),
         (
-            "mine:returning:what=unsayable",
+            "mine:stage_without_state",
+            "round 1: your stage `mine:stage_without_state` must return a Draft and a State, got a Draft",
+        ),
+        (
+            "mine:bad_reducer:what=not_json",
             r"round 1 cannot be recorded: report.inner.key = \{1, 2\} is not JSON-serialisable",
         ),
     ],
@@ -249,8 +252,8 @@ def test_what_is_wrong_with_one_is_a_sentence(name: str, why: str) -> None:
 def test_what_a_round_of_it_gives_is_asked_for_and_nothing_is_in_the_way_after(
     tmp_path: Path, name: str, why: str
 ) -> None:
-    with pytest.raises(ValueError, match=own(why)):
-        fedheal.run(quick(method=own(name)), tmp_path / "one", progress=False)
+    with pytest.raises(ValueError, match=qualify_name(why)):
+        fedheal.run(quick(method=qualify_name(name)), tmp_path / "one", progress=False)
     assert read_rounds(tmp_path / "one") == []
     (tmp_path / "one" / "rounds.jsonl").write_text('{"round": 1, "coh')  # as a kill within the first line leaves it
     fedheal.run(quick(), tmp_path / "one", progress=False)  # another experiment: the first has left nothing
@@ -261,41 +264,44 @@ def test_what_a_round_of_it_gives_is_asked_for_and_nothing_is_in_the_way_after(
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("mine:returning:what=shape", r"must return params of shape \(\d+,\), got \(3,\)"),
-        ("mine:drafting:what=mask", "round 1: your stage `mine:drafting` gave a Tensor as mask: use keep_entries"),
+        ("mine:bad_reducer:what=shape", r"must return params of shape \(\d+,\), got \(3,\)"),
+        ("mine:bad_draft:what=mask", "round 1: your stage `mine:bad_draft` gave a Tensor as mask: use keep_entries"),
         (
-            "mine:drafting:what=step",
-            r"your stage `mine:drafting` must give a tensor of shape \(\d+,\) as step, got a list",
+            "mine:bad_draft:what=step",
+            r"your stage `mine:bad_draft` must give a tensor of shape \(\d+,\) as step, got a list",
         ),
-        ("mine:drafting:what=report", "your stage `mine:drafting` must give a dictionary as report, got a list"),
+        ("mine:bad_draft:what=report", "your stage `mine:bad_draft` must give a dictionary as report, got a list"),
         (
-            "mine:drafting:what=few",
-            "round 1: your stage `mine:drafting` must give 5 finite, non-negative weights, got .1. 1",
+            "mine:bad_draft:what=few",
+            "round 1: your stage `mine:bad_draft` must give 5 finite, non-negative weights, got .1. 1",
         ),
-        ("fphl+mine:drafting:what=nan", r"stage `mine:drafting` must give 5 finite.* got \[nan nan nan nan nan\]$"),
+        ("fphl+mine:bad_draft:what=nan", r"stage `mine:bad_draft` must give 5 finite.* got \[nan nan nan nan nan\]$"),
         (
-            "mine:losing:what=vector",
-            r"round 1: your term `mine:Losing`: loss must return a scalar.* got shape \(\d+,\)$",
-        ),
-        ("mine:losing:what=list", r"your term `mine:Losing`: loss must return a scalar tensor.* or None, got a list"),
-        ("mine:losing:what=float", r"your term `mine:Losing`: loss must return a scalar tensor.* got a float"),
-        (
-            "mine:losing:what=detached",
-            "your term `mine:Losing`.* returned a tensor without a gradient: it changes no step",
+            "mine:bad_loss:what=vector",
+            r"round 1: your term `mine:BadLoss`: loss must return a scalar.* got shape \(\d+,\)$",
         ),
         (
-            "mine:losing:what=nan",
-            "client '.*': its update holds NaN.*; in round 1 it trained with your term `mine:Losing`: check that its loss",
+            "mine:bad_loss:what=list",
+            r"your term `mine:BadLoss`: loss must return a scalar tensor.* or None, got a list",
+        ),
+        ("mine:bad_loss:what=float", r"your term `mine:BadLoss`: loss must return a scalar tensor.* got a float"),
+        (
+            "mine:bad_loss:what=detached",
+            "your term `mine:BadLoss`.* returned a tensor without a gradient: it changes no step",
         ),
         (
-            "mine:losing:finish=single",
-            "your term `mine:Losing`: finish must return a Mapping and a Mapping, got a dict",
+            "mine:bad_loss:what=nan",
+            "client '.*': its update holds NaN.*; in round 1 it trained with your term `mine:BadLoss`: check that its loss",
+        ),
+        (
+            "mine:bad_loss:finish=single",
+            "your term `mine:BadLoss`: finish must return a Mapping and a Mapping, got a dict",
         ),
     ],
 )
 def test_what_a_part_of_ones_own_returns_wrongly_is_named(name: str, why: str) -> None:
-    with pytest.raises(ValueError, match=own(why)) as error:
-        fedheal.run(quick(method=own(name)), progress=False)
+    with pytest.raises(ValueError, match=qualify_name(why)) as error:
+        fedheal.run(quick(method=qualify_name(name)), progress=False)
     assert "\n" not in str(error.value)
 
 
@@ -306,48 +312,61 @@ def test_what_a_part_of_ones_own_returns_wrongly_is_named(name: str, why: str) -
         ("mine:root:first=0", KeyError, r"your stage `mine:root` raised KeyError: 0 \("),
         ("fphl+mine:root:first=9", ValueError, r"round 1: your stage `mine:root` raised ValueError"),
         (
-            "mine:reducing",
+            "mine:failing_reducer",
             ZeroDivisionError,
-            r"your reducer `mine:reducing.<locals>.<lambda>` raised ZeroDivisionError",
+            r"your reducer `mine:failing_reducer.<locals>.<lambda>` raised ZeroDivisionError",
         ),
-        ("mine:failing", AttributeError, r"round 2: your term `mine:Failing` raised AttributeError: .*'nothing'"),
+        (
+            "mine:failing_loss",
+            AttributeError,
+            r"round 2: your term `mine:FailingLoss` raised AttributeError: .*'nothing'",
+        ),
     ],
 )
 def test_what_a_part_of_ones_own_raises_is_named_and_is_the_cause(name: str, cause: type, why: str) -> None:
-    with pytest.raises(CustomPartError, match=own(why)) as error:
-        fedheal.run(quick(method=own(name)), progress=False)
+    with pytest.raises(CustomPartError, match=qualify_name(why)) as error:
+        fedheal.run(quick(method=qualify_name(name)), progress=False)
     assert "\n" not in str(error.value)
     assert type(error.value.__cause__) is cause
 
 
 def test_weights_that_are_no_numbers_are_a_sentence() -> None:
     with pytest.raises(
-        ValueError, match=r"your stage `mine.*:weighing` gave a list as weights: give a numpy array of floats"
+        ValueError, match=r"your stage `mine.*:custom_weights` gave a list as weights: give a numpy array of floats"
     ):
-        trained("mine:weighing:how=words")
+        run_method("mine:custom_weights:how=words")
 
 
 def test_a_description_makes_the_same_run_again(tmp_path: Path) -> None:
-    fedheal.run(quick(method=own("mine:pull:mu=0.5+fedheal")), tmp_path / "one", progress=False)
+    fedheal.run(quick(method=qualify_name("mine:pull:mu=0.5+fedheal")), tmp_path / "one", progress=False)
     again = fedheal.Experiment.read(tmp_path / "one" / "experiment.toml")
-    assert again.method_name == own("mine:pull:mu=0.5+fedheal")
-    assert again.identity == quick(method=own("mine:pull+fedheal"), mu=0.5).identity
+    assert again.method_name == qualify_name("mine:pull:mu=0.5+fedheal")
+    assert again.identity == quick(method=qualify_name("mine:pull+fedheal"), mu=0.5).identity
 
 
 @pytest.mark.slow
 def test_it_is_compared_from_the_command_line_by_processes_of_their_own() -> None:
-    line = ["compare", "fedavg", own("mine:even"), own("mine:pull:mu=0.5"), "--out", "runs", "--jobs", "2"]
-    given = words("rounds=1")
-    data = next(word for word in given if word.startswith("data="))
-    line += ["--seeds", "1", "--data", data.removeprefix("data="), *(word for word in given if word != data)]
+    line = [
+        "compare",
+        "fedavg",
+        qualify_name("mine:even"),
+        qualify_name("mine:pull:mu=0.5"),
+        "--out",
+        "runs",
+        "--jobs",
+        "2",
+    ]
+    fields = words("rounds=1")
+    data = next(word for word in fields if word.startswith("data="))
+    line += ["--seeds", "1", "--data", data.removeprefix("data="), *(word for word in fields if word != data)]
     done = CliRunner().invoke(app, line)
     assert done.exit_code == 0, done.output
-    assert own("fedavg+mine:even") in done.output
+    assert qualify_name("fedavg+mine:even") in done.output
     names = {folder.name for folder in Path("runs").iterdir() if folder.is_dir()}
     assert {"mine_of_tests_pull_mu=0.5-tiny_data_load-seed0", "fedavg+mine_of_tests_even-tiny_data_load-seed0"} <= names
 
 
 def test_the_command_that_explains_methods_takes_it() -> None:
-    done = CliRunner().invoke(app, ["methods", own("mine:whole")])
+    done = CliRunner().invoke(app, ["methods", qualify_name("mine:whole")])
     assert done.exit_code == 0, done.output
     assert "times" in done.output

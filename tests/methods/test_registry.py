@@ -31,9 +31,9 @@ from fedheal.methods.server_step import resolve_server
 from tiny_data import quick
 
 
-def bits(name: str, **keys: Any) -> dict[str, bytes]:
+def run_method(name: str, **keys: Any) -> dict[str, bytes]:
     result = fedheal.run(
-        quick(method=name, model="tiny_data:normed", rounds=4, participation=0.8, **keys), progress=False
+        quick(method=name, model="tiny_data:conv_batchnorm", rounds=4, participation=0.8, **keys), progress=False
     )
     return {name: value.numpy().tobytes() for name, value in result.model.state_dict().items()}
 
@@ -114,14 +114,14 @@ def test_one_spelling_for_one_method(written: str, name: str) -> None:
 )
 def test_keys_and_text_name_the_same_method(name: str, keys: dict[str, Any]) -> None:
     try:
-        given = methods.get(name, **keys)
+        method = methods.get(name, **keys)
     except ValueError:
         assert keys == {"fael": 0}  # neither a name nor false
         return
     text = f"{name}:" + ",".join(f"{k}={str(v).replace('+', '')}" for k, v in keys.items())
-    assert given.name == methods.get(text).name
-    assert methods.get(given.full_name).name == given.name
-    assert methods.get(given.name).full_name == given.full_name
+    assert method.name == methods.get(text).name
+    assert methods.get(method.full_name).name == method.name
+    assert methods.get(method.name).full_name == method.full_name
 
 
 def test_a_sign_in_an_exponent_is_not_a_plus_between_parts() -> None:
@@ -148,31 +148,31 @@ def test_keys_given_as_text_are_read_as_numbers() -> None:
 
 
 def test_parameters_are_listed_with_their_values() -> None:
-    found = methods.get("fedheal:tau=0.4").parameters
-    wanted = {"tau": 0.4, "beta": 0.4, "variant": "paper", "fphl": True, "fael": "momentum"}
-    assert found | wanted == found
+    parameters = methods.get("fedheal:tau=0.4").parameters
+    expected = {"tau": 0.4, "beta": 0.4, "variant": "paper", "fphl": True, "fael": "momentum"}
+    assert parameters | expected == parameters
     assert methods.get("fedavg").parameters == {}
     assert methods.get("uniform+fphl").parameters == {"tau": 0.3, "variant": "paper", "soft": False, "forget": 0.0}
 
 
 @pytest.mark.slow
 def test_fphl_and_fael_together_are_fedheal_to_the_bit() -> None:
-    assert bits("fphl+fael") == bits("fedheal")
-    assert bits("fphl+fael") != bits("fphl")
-    assert bits("fphl+fael") != bits("fael")
-    assert bits("fphl:variant=released+fael:variant=released") == bits("fedheal:variant=released")
+    assert run_method("fphl+fael") == run_method("fedheal")
+    assert run_method("fphl+fael") != run_method("fphl")
+    assert run_method("fphl+fael") != run_method("fael")
+    assert run_method("fphl:variant=released+fael:variant=released") == run_method("fedheal:variant=released")
 
 
 @pytest.mark.slow
 def test_the_order_of_stages_changes_nothing() -> None:
-    assert bits("uniform+fphl") == bits("fphl+uniform")
-    assert bits("fael-exact+fphl") == bits("fphl+fael-exact") == bits("fedheal:fael=exact")
+    assert run_method("uniform+fphl") == run_method("fphl+uniform")
+    assert run_method("fael-exact+fphl") == run_method("fphl+fael-exact") == run_method("fedheal:fael=exact")
 
 
 def test_a_parameter_makes_a_difference() -> None:
-    assert bits("fedheal") != bits("fedheal", tau=0.9)
-    assert bits("fedheal") != bits("fedheal:variant=released")
-    assert bits("fedheal:fphl=false,fael=false") == bits("fedavg")
+    assert run_method("fedheal") != run_method("fedheal", tau=0.9)
+    assert run_method("fedheal") != run_method("fedheal:variant=released")
+    assert run_method("fedheal:fphl=false,fael=false") == run_method("fedavg")
 
 
 REFUSED = [
@@ -291,14 +291,14 @@ def test_presets_take_the_declared_parameters_in_their_order(name: str) -> None:
     declared = {key: parameter.default for key, parameter in get_parameters(methods.PARTS[name]).items()}
     for preset in PRESETS[name]:
         arguments = inspect.signature(preset).parameters.values()
-        taken = {a.name: a.default for a in arguments if a.kind is not a.VAR_KEYWORD and a.name != "placement"}
-        assert list(taken.items()) == list(declared.items())[: len(taken)]
-        assert taken.keys() == declared.keys() or preset is flower.FedHEAL  # which has no extensions
+        defaults = {a.name: a.default for a in arguments if a.kind is not a.VAR_KEYWORD and a.name != "placement"}
+        assert list(defaults.items()) == list(declared.items())[: len(defaults)]
+        assert defaults.keys() == declared.keys() or preset is flower.FedHEAL  # which has no extensions
 
 
 def test_the_paper_s_defaults() -> None:
-    wanted = {"tau": 0.3, "beta": 0.4, "variant": "paper", "fphl": True, "fael": "momentum"}
-    assert methods.get("fedheal").parameters | wanted == methods.get("fedheal").parameters
+    expected = {"tau": 0.3, "beta": 0.4, "variant": "paper", "fphl": True, "fael": "momentum"}
+    assert methods.get("fedheal").parameters | expected == methods.get("fedheal").parameters
 
 
 def test_fedheals_halves_have_its_parameters() -> None:

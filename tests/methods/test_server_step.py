@@ -11,7 +11,7 @@ from fedheal import Layout, Packed, Updates, methods
 from fedheal.aggregate.server_optimizer import Server
 from fedheal.core.state import RunState, TermState
 from fedheal.methods.server_step import ClientTerms, ServerStep, StepOutcome, apply_server_step, mean_train_loss
-from local.quadratic import bowl, client, packed, vector
+from local.quadratic import make_gradient, make_packed, run_client, vector
 
 LAYOUT = Layout.flat(2)
 
@@ -23,7 +23,7 @@ def take_step(
     weights: list[float] | None = None,
     messages: tuple[dict[str, torch.Tensor], ...] = (),
 ) -> tuple[RunState, StepOutcome]:
-    """One step from a model of zeros, with clients a, b, ...; the state before it, and its outcome."""
+    """Take one step from a model of zeros with clients a, b, ...; return the state before it and its outcome."""
     method = methods.get(name)
     step = ServerStep(
         aggregator=method.aggregator,
@@ -109,18 +109,23 @@ def run_quadratics(name: str, count_clients: Callable[[int], tuple[int, int]], r
     (term,) = method.local
     terms = (TermState(term.init(layout), {}),)
     state = RunState(
-        round=0, seed=0, model=packed(0.0), aggregator=step.aggregator.init(layout), server=Server().init(), terms=terms
+        round=0,
+        seed=0,
+        model=make_packed(0.0),
+        aggregator=step.aggregator.init(layout),
+        server=Server().init(),
+        terms=terms,
     )
     for number in range(1, rounds + 1):
         present, everyone = count_clients(number)
         deltas, replies = [], {}
         for who in list(CENTRES)[:present]:
             shared, slot = state.terms[0].shared, state.terms[0].slots.get(who, {})
-            local, left, message = client(
-                term, state.model, bowl(vector(CENTRES[who])), client=who, steps=5, slot=slot, shared=shared
+            local, new_slot, message = run_client(
+                term, state.model, make_gradient(vector(CENTRES[who])), client=who, steps=5, slot=slot, shared=shared
             )
             deltas.append(local.params - state.model.params)
-            replies[who] = ClientTerms((message,), (left,))
+            replies[who] = ClientTerms((message,), (new_slot,))
         updates = Updates(list(replies), torch.stack(deltas), [1.0] * present)
         outcome = apply_server_step(step, state, updates, replies, everyone)
         assert not outcome.is_refused
@@ -137,7 +142,7 @@ CONTROLS = {"scaffold": ("c", "c"), "feddyn": ("h", "g")}
 @pytest.mark.parametrize("name", GROWING)
 @pytest.mark.parametrize("joins", [1, 3, 10])
 def test_controls_follow_a_federation_that_grows(name: str, joins: int) -> None:
-    """Two clients from the start, two more after some rounds: all four must be served, and the controls stay means."""
+    """Two clients join two others after some rounds: the optimum is that of all four, and the controls stay means."""
     state = run_quadratics(name, lambda number: (2, 2) if number <= joins else (4, 4))
     mean, own = CONTROLS[name.split(":")[0]]
     (term,) = state.terms
@@ -150,7 +155,7 @@ def test_controls_follow_a_federation_that_grows(name: str, joins: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GROWING)
 def test_controls_follow_a_federation_that_shrinks(name: str) -> None:
-    """Two clients that are connected but never take part leave after round 3; then the other two are all there are."""
+    """Two clients that never take part leave after round 3, and two remain."""
     state = run_quadratics(name, lambda number: (2, 4 if number <= 3 else 2))
     assert state.model.params.item() == pytest.approx(-2.0, abs=1e-6)
 
@@ -162,14 +167,14 @@ def test_with_a_fixed_number_of_clients_controls_are_not_even_rounded(name: str)
     (term,), (shared, _) = methods.get(name).local, (state.terms[0].shared, state.terms[0].slots)
     old = {key: value for key, value in shared.items() if key != "clients"}
     deltas, change = vector(0.3)[None], {"change": vector(0.1)}
-    found = []
+    actual = []
     for values in (shared, old):
         before = RunState(
-            round=4, seed=0, model=packed(1.0), aggregator=methods.get(name).aggregator.init(Layout.flat(1)),
+            round=4, seed=0, model=make_packed(1.0), aggregator=methods.get(name).aggregator.init(Layout.flat(1)),
             server=Server().init(), terms=(TermState(values, {}),),
         )  # fmt: skip
         step = ServerStep(methods.get(name).aggregator, Server(), (term,), Layout.flat(1), 10)
         outcome = apply_server_step(step, before, Updates("a", deltas, [1.0]), {"a": ClientTerms((change,))}, 3)
-        found.append(outcome.state.terms[0].shared)
-    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
-    assert int(found[1]["clients"]) == 3
+        actual.append(outcome.state.terms[0].shared)
+    assert all(torch.equal(actual[0][key], actual[1][key]) for key in actual[0])
+    assert int(actual[1]["clients"]) == 3

@@ -43,7 +43,7 @@ def create_model(name: str, pretrained: bool, num_classes: int) -> nn.Module:
 
 
 @pytest.fixture(autouse=True)
-def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+def stub_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["resnet50", "fully_conv", "broken"]
     timm, torchvision = ModuleType("timm"), ModuleType("torchvision")
     timm.create_model, timm.list_models = create_model, lambda: names  # type: ignore[attr-defined]
@@ -55,7 +55,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", torchvision)
 
 
-def save(path: Path, model: nn.Module, **changes: Tensor) -> str:
+def save_weights(path: Path, model: nn.Module, **changes: Tensor) -> str:
     save_file({**model.state_dict(), **changes}, path)
     return str(path)
 
@@ -112,7 +112,7 @@ def test_weights_are_the_librarys_and_a_head_for_other_classes_stays(tmp_path: P
     torch.manual_seed(1)
     source = Network(5)
     source.bn1.running_mean += 3
-    path = save(tmp_path / "w.safetensors", source)
+    path = save_weights(tmp_path / "w.safetensors", source)
     torch.manual_seed(2)
     fresh = build("timm:resnet50", classes=3)
     torch.manual_seed(2)
@@ -120,13 +120,13 @@ def test_weights_are_the_librarys_and_a_head_for_other_classes_stays(tmp_path: P
     assert all(torch.equal(value, source.state_dict()[key]) for key, value in model.body.state_dict().items())
     assert torch.equal(model.head.weight, fresh.head.weight)
     assert torch.equal(build("timm:resnet50", classes=5, weights=path).head.weight, source.fc.weight)
-    again = save(tmp_path / "run.safetensors", model)  # as a run of ours leaves it
+    again = save_weights(tmp_path / "run.safetensors", model)  # as a run of ours leaves it
     assert torch.equal(build("timm:resnet50", classes=3, weights=again).head.weight, model.head.weight)
 
 
 def test_weights_of_our_own_models_and_in_half_precision(tmp_path: Path) -> None:
     source = build("small_cnn", classes=10, width=16)
-    path = save(tmp_path / "w.safetensors", source.half())
+    path = save_weights(tmp_path / "w.safetensors", source.half())
     model = build("small_cnn", classes=4, weights=path, width=16)
     assert model.body[0][0].weight.dtype == torch.float32
     assert torch.equal(model.body[0][0].weight, source.body[0][0].weight.float())
@@ -168,11 +168,11 @@ def test_files_that_are_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["fedbn", "moon"])
 def test_a_run_starts_from_the_file_and_is_resumed_with_the_same_only(tmp_path: Path, method: str) -> None:
     """FedBN needs the normalisation layers, MOON the features."""
-    path = save(tmp_path / "w.safetensors", Network(8))
+    path = save_weights(tmp_path / "w.safetensors", Network(8))
     experiment = quick(model="timm:resnet50", weights=path, method=method, rounds=1)
     result = fedheal.run(experiment, tmp_path / "run")
     assert result.summary["model_fingerprint"]
-    save(Path(path), Network(8))
+    save_weights(Path(path), Network(8))
     with pytest.raises(ValueError, match=r"the model of .* has changed since it was begun"):
         fedheal.run(experiment, tmp_path / "run", resume=True)
     Path(path).unlink()

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from needs import missing
+from needs import skip_or_fail
 
 
 @pytest.mark.slow
 def test_kernels_in_the_interpreter():
     """In a process of its own: kernels that were imported to be interpreted cannot run on a GPU any more."""
     if importlib.util.find_spec("triton") is None:
-        missing("Triton is not installed")
+        skip_or_fail("Triton is not installed")
     folder = Path(__file__).parent
     command = [
         sys.executable,

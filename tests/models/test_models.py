@@ -17,7 +17,7 @@ from fedheal.models.fork import _apply_shortcut
 NAMES = ["small_cnn", "resnet10", "resnet12", "resnet18", "resnet20", "resnet34"]
 
 
-def parameters(model: nn.Module) -> int:
+def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -54,33 +54,33 @@ def test_the_table_lists_every_model() -> None:
     ],
 )
 def test_resnet_parameter_counts(name: str, count: int) -> None:
-    assert parameters(build(name, classes=10)) == count
+    assert count_parameters(build(name, classes=10)) == count
 
 
 def test_small_cnn_parameter_count() -> None:
     """Convolutions 27w + 18w^2 + 72w^2, normalisation 2 * 7w, head 64w * classes + classes."""
     for width in (4, 8):
         count = 27 * width + 90 * width**2 + 14 * width + 64 * width * 10 + 10
-        assert parameters(SmallCNN(10, width=width)) == count
+        assert count_parameters(SmallCNN(10, width=width)) == count
 
 
 def test_pooling_before_relu_changes_no_bit() -> None:
-    """Against the usual order, forwards and backwards."""
+    """Outputs and gradients equal those of ReLU before pooling."""
 
-    def usual(model: SmallCNN, x: torch.Tensor) -> torch.Tensor:
+    def apply_usual_order(model: SmallCNN, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous(memory_format=torch.channels_last)
         for conv, norm, _, _ in model.body:
             x = functional.max_pool2d(functional.relu(norm(conv(x))), 2)
         return model.head(x.flatten(1))
 
-    found = []
-    for apply in (SmallCNN.forward, usual):
+    actual = []
+    for apply in (SmallCNN.forward, apply_usual_order):
         torch.manual_seed(0)
         model, x = SmallCNN(10), torch.randn(16, 3, 32, 32)
         logits = apply(model, x)
         functional.cross_entropy(logits, torch.arange(16) % 10).backward()
-        found.append([logits, *(parameter.grad for parameter in model.parameters())])
-    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+        actual.append([logits, *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(first, second) for first, second in zip(*actual, strict=True))
 
 
 def test_every_parameter_is_trained() -> None:
@@ -129,16 +129,16 @@ def test_width_and_channels() -> None:
 
 @pytest.mark.parametrize("name", ["small_cnn", "resnet10"])
 def test_initial_values_depend_on_the_seed_alone(name: str) -> None:
-    def initial(seed: int) -> torch.Tensor:
+    def get_initial_values(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
         return nn.utils.parameters_to_vector(build(name, classes=10, width=4).parameters())
 
-    assert torch.equal(initial(0), initial(0))
-    assert not torch.equal(initial(0), initial(1))
+    assert torch.equal(get_initial_values(0), get_initial_values(0))
+    assert not torch.equal(get_initial_values(0), get_initial_values(1))
 
 
 def test_a_factory_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    _importable(monkeypatch)
+    _make_importable(monkeypatch)
     model = build("own_models:own_linear", classes=4, pixels=27)
     assert model(torch.randn(2, 3, 3, 3)).shape == (2, 4)
 
@@ -175,7 +175,7 @@ def test_a_factory_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refusals_are_sentences(
     monkeypatch: pytest.MonkeyPatch, name: str, kwargs: dict[str, int], sentence: str
 ) -> None:
-    _importable(monkeypatch)
+    _make_importable(monkeypatch)
     with pytest.raises(ValueError, match=f"^{sentence}") as error:
         build(name, classes=10, **kwargs)
     assert not str(error.value).endswith(".")
@@ -186,7 +186,7 @@ def test_unknown_depth() -> None:
         build_resnet(10, depth=50)
 
 
-def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+def _make_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the factories of this file be imported as `own_models`."""
     module = ModuleType("own_models")
     for thing in ("own_linear", "own_failure", "own_mistake", "NOT_A_FUNCTION"):
@@ -198,11 +198,11 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_narrow_shortcut_is_the_convolution_that_it_stands_for(inputs):
     conv = nn.Conv2d(inputs, 2 * inputs, 1, stride=2, bias=False)
     x = torch.randn(3, inputs, 9, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
-    made = _apply_shortcut(conv, x)
+    actual = _apply_shortcut(conv, x)
     plain = functional.conv2d(x.double(), conv.weight.double(), stride=2)
-    torch.testing.assert_close(made.double(), plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual.double(), plain, rtol=1e-5, atol=1e-5)
     upstream = torch.randn_like(plain)
-    (ours,) = torch.autograd.grad(made, x, upstream.float())
+    (ours,) = torch.autograd.grad(actual, x, upstream.float())
     (theirs,) = torch.autograd.grad(plain, x, upstream)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 

@@ -26,10 +26,10 @@ def run_fedavg(folder: str, spoil: Spoil | None = None, rounds: int = 3, start: 
     return workflow
 
 
-def add_accuracy(task, site, sent):
-    """As stock scripts do: the accuracy of the received model in the training reply."""
-    sent.metrics["accuracy"], sent.meta[TEST_EXAMPLES] = 0.5, 10
-    return sent
+def add_accuracy(task, site, reply):
+    """Add the received model's accuracy to the training reply, as stock scripts do."""
+    reply.metrics["accuracy"], reply.meta[TEST_EXAMPLES] = 0.5, 10
+    return reply
 
 
 def test_the_stock_workflow_gives_the_simulators_model_and_files(tmp_path):
@@ -49,11 +49,11 @@ def test_the_stock_workflow_gives_the_simulators_model_and_files(tmp_path):
 
 
 def test_bad_and_failing_sites_are_left_out_by_name(tmp_path):
-    def spoil(task, site, sent):
+    def spoil(task, site, reply):
         if site == "noisy-0":
-            return fail(task, site, sent)
-        sent.params["2.bias"] = sent.params["2.bias"] * (float("nan") if site == "dark-0" else 1)
-        return sent
+            return fail(task, site, reply)
+        reply.params["2.bias"] = reply.params["2.bias"] * (float("nan") if site == "dark-0" else 1)
+        return reply
 
     run_fedavg(str(tmp_path / "run"), spoil)
     for record in files.read_rounds(tmp_path / "run"):

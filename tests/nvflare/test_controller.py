@@ -40,42 +40,42 @@ def test_the_model_matches_the_simulator(method):
 
 
 def test_differences_give_the_model_of_whole_parameters():
-    """Buffers and counters too: a site's difference holds them as well."""
+    """A site's difference has buffers and counters, too."""
     whole, differences = run_controller()._rounds, run_controller(as_difference=True)._rounds
     assert int(whole.state.model.counters.max()) > 0
     assert_same(differences.state.model, whole.state.model)
 
 
-def spoil_array(sent):
-    sent.params["2.weight"] = sent.params["2.weight"] * math.nan
+def spoil_array(reply):
+    reply.params["2.weight"] = reply.params["2.weight"] * math.nan
 
 
-def spoil_shape(sent):
-    sent.params["2.weight"] = sent.params["2.weight"][:1]
+def spoil_shape(reply):
+    reply.params["2.weight"] = reply.params["2.weight"][:1]
 
 
-def spoil_names(sent):
-    sent.params["other"] = sent.params.pop("2.bias")
+def spoil_names(reply):
+    reply.params["other"] = reply.params.pop("2.bias")
 
 
-def spoil_keys(sent):
-    sent.params[3] = np.zeros(2)
+def spoil_keys(reply):
+    reply.params[3] = np.zeros(2)
 
 
-def spoil_kind(sent):
-    sent.params["2.bias"] = ["a", "b", "c"]
+def spoil_kind(reply):
+    reply.params["2.bias"] = ["a", "b", "c"]
 
 
-def spoil_text(sent):
-    sent.params["2.bias"] = np.array(["a", "b", "c"])
+def spoil_text(reply):
+    reply.params["2.bias"] = np.array(["a", "b", "c"])
 
 
-def spoil_counter(sent):
-    sent.params["1.num_batches_tracked"] = np.asarray(2**60)
+def spoil_counter(reply):
+    reply.params["1.num_batches_tracked"] = np.asarray(2**60)
 
 
 def set_meta(key, value):
-    return lambda sent: sent.meta.update({key: value})
+    return lambda reply: reply.meta.update({key: value})
 
 
 CASES = {
@@ -86,7 +86,7 @@ CASES = {
     "list": (spoil_kind, "'2.bias' cannot be read: it is a list, not an array"),
     "text": (spoil_text, "not numbers"),
     "counter": (spoil_counter, "counts beyond"),
-    "no examples": (lambda sent: sent.meta.pop(EXAMPLES), f"no metric '{EXAMPLES}' that is a number"),
+    "no examples": (lambda reply: reply.meta.pop(EXAMPLES), f"no metric '{EXAMPLES}' that is a number"),
     "zero examples": (set_meta(EXAMPLES, 0), "must be positive"),
     "NaN examples": (set_meta(EXAMPLES, math.nan), "must be positive"),
     "many examples": (set_meta(EXAMPLES, 1e12), "at most max_examples"),
@@ -96,63 +96,63 @@ CASES = {
 }
 
 
-class Numbered:
+class SpoilSecondRound:
     """Spoils the bad site's answer in round 2."""
 
     def __init__(self, change):
         self.change, self.trained = change, 0
 
-    def __call__(self, task, site, sent):
+    def __call__(self, task, site, reply):
         if task == "train" and site == BAD:
             self.trained += 1
             if self.trained == 2:
-                return self.change(sent)
-        return sent
+                return self.change(reply)
+        return reply
 
 
 @pytest.fixture(scope="module")
-def model_without():
-    controller = run_controller(Numbered(lambda sent: None))
+def model_without_bad_site():
+    controller = run_controller(SpoilSecondRound(lambda reply: None))
     assert controller._rounds.history[1].report["missing"] == [BAD]
     return controller._rounds.state.model
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_bad_reply_is_left_out_by_name(case, model_without, caplog):
+def test_a_bad_reply_is_left_out_by_name(case, model_without_bad_site, caplog):
     change, reason = CASES[case]
 
-    def spoil(sent):
-        change(sent)
-        return sent
+    def spoil(reply):
+        change(reply)
+        return reply
 
     with caplog.at_level(logging.WARNING, "fedheal.nvflare"):
-        rounds = run_controller(Numbered(spoil))._rounds
+        rounds = run_controller(SpoilSecondRound(spoil))._rounds
     skipped = [record.report["skipped"] for record in rounds.history]
     assert [list(names) for names in skipped] == [[], [BAD], []]
     assert reason in skipped[1][BAD]
     assert BAD not in rounds.history[1].weights
     assert f"round 2: '{BAD}' is skipped" in caplog.text
-    assert_same(rounds.state.model, model_without, tolerance=0)
+    assert_same(rounds.state.model, model_without_bad_site, tolerance=0)
 
 
-def test_a_script_that_raises_does_not_end_the_job(model_without):
-    controller = run_controller(Numbered(lambda sent: fail("train", BAD, sent)))
+def test_a_script_that_raises_does_not_end_the_job(model_without_bad_site):
+    controller = run_controller(SpoilSecondRound(lambda reply: fail("train", BAD, reply)))
     assert controller._rounds.history[1].report["skipped"] == {BAD: "its reply is an error: EXECUTION_EXCEPTION"}
     assert [record.replied for record in controller._rounds.history] == [5, 4, 5]
-    assert_same(controller._rounds.state.model, model_without, tolerance=0)
+    assert_same(controller._rounds.state.model, model_without_bad_site, tolerance=0)
 
 
-def test_a_site_that_replies_twice_is_left_out(model_without):
-    rounds = run_controller(Numbered(lambda sent: [sent, sent]))._rounds
+def test_a_site_that_replies_twice_is_left_out(model_without_bad_site):
+    rounds = run_controller(SpoilSecondRound(lambda reply: [reply, reply]))._rounds
     assert rounds.history[1].report["skipped"] == {BAD: "it replied 2 times in this round"}
-    assert_same(rounds.state.model, model_without, tolerance=0)
+    assert_same(rounds.state.model, model_without_bad_site, tolerance=0)
 
 
 def test_too_few_replies_leave_the_model_as_it_was_and_end_the_job_in_the_end(tmp_path):
     folder = tmp_path / "run"
     settings = {"folder": str(folder), "min_replies": 2, "max_empty_rounds": 2, "num_rounds": 9, "evaluate_every": 0}
     with pytest.raises(TooManyEmptyRounds, match="max_empty_rounds = 2: the last 2 rounds left the model as it was"):
-        run_controller(lambda task, site, sent: sent if site == GOOD[0] else fail(task, site, sent), **settings)
+        run_controller(lambda task, site, reply: reply if site == GOOD[0] else fail(task, site, reply), **settings)
     records = files.read_rounds(folder)
     assert [sorted(record.report["skipped"]) for record in records] == [sorted(get_federation().clients)] * 2
     assert "fewer than min_replies = 2" in records[0].report["skipped"][GOOD[0]]
@@ -165,10 +165,10 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
 
     class Killed(RuntimeError): ...
 
-    def die(task, site, sent):
-        if task == "train" and sent.params["1.num_batches_tracked"] > 8 and site == "plain-0":
+    def die(task, site, reply):
+        if task == "train" and reply.params["1.num_batches_tracked"] > 8 and site == "plain-0":
             raise Killed
-        return sent
+        return reply
 
     folder = str(tmp_path / "run")
     with pytest.raises(Killed):

@@ -27,7 +27,7 @@ HERE, EXAMPLE = Path(__file__).parent, Path(__file__).parents[2] / "examples" / 
 
 
 def make_app(tmp_path: Path) -> Path:
-    """The example with tiny data in the place of the digits, and jobs of the tests."""
+    """Copy the example app, with tiny data instead of the digits and with the tests' jobs."""
     app = tmp_path / "app"
     shutil.copytree(EXAMPLE, app)
     shutil.copytree(HERE / "app", app, dirs_exist_ok=True)
@@ -108,7 +108,7 @@ def test_a_killed_server_resumes_and_ends_with_the_model_of_a_simulation(tmp_pat
 
 @pytest.mark.soak
 def test_the_stock_workflow_ends_with_the_model_of_a_simulation(tmp_path):
-    """NVFLARE builds the aggregator inside the workflow, brings it the events, and the sites send differences."""
+    """NVFLARE builds the aggregator and passes events to it; the sites send differences."""
     needs("netns")
     app = make_app(tmp_path)
     with loopback() as inside:

@@ -23,7 +23,7 @@ TINY = ["--data", "tiny_data:load", "--device", "cpu", "model=tiny_data:linear"]
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    """Runs a benchmark's `main` with these words."""
+    """A function that runs a benchmark's `main` with these arguments."""
     monkeypatch.syspath_prepend(BENCHMARKS)
 
     def call(name, *words):
@@ -33,18 +33,18 @@ def benchmark(monkeypatch):
     return call
 
 
-def assert_refused(benchmark, capsys, said, name, *words):
+def assert_refused(benchmark, capsys, message, name, *words):
     with pytest.raises(SystemExit) as end:
         benchmark(name, *words)
     seen = capsys.readouterr()
     assert end.value.code == 2
-    assert said in seen.err
+    assert message in seen.err
     assert len(seen.err.splitlines()) == 1
     assert seen.out == ""
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--device", "cuda:99"], "device = 'cuda:99' cannot be used here"),
         (["--data", "nope", "--device", "cpu"], "there is no data set 'nope'"),
@@ -57,8 +57,8 @@ def assert_refused(benchmark, capsys, said, name, *words):
         ([*TINY, "--at-a-time", "0"], "at-a-time = 0: use 1 or more"),
     ],
 )
-def test_agreement_of_nothing_is_a_sentence(benchmark, capsys, words, said):
-    assert_refused(benchmark, capsys, said, "agreement", *words)
+def test_agreement_of_nothing_is_a_sentence(benchmark, capsys, words, message):
+    assert_refused(benchmark, capsys, message, "agreement", *words)
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_agreement_says_that_a_cpu_has_nothing_to_compare(benchmark, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--engines", "lanes"], "engines = lanes: cohort and lanes need a GPU; serial and plain run on a CPU"),
         (["--engines", "serial,threads"], "engines = serial,threads: there is no 'threads'"),
@@ -80,8 +80,8 @@ def test_agreement_says_that_a_cpu_has_nothing_to_compare(benchmark, capsys):
         (["--methods", "scaffold", "--engines", "plain"], "the plain loop knows fedavg alone"),
     ],
 )
-def test_a_simulation_of_nothing_is_a_sentence(benchmark, capsys, words, said):
-    assert_refused(benchmark, capsys, said, "simulate", "--device", "cpu", *words)
+def test_a_simulation_of_nothing_is_a_sentence(benchmark, capsys, words, message):
+    assert_refused(benchmark, capsys, message, "simulate", "--device", "cpu", *words)
 
 
 def test_aggregation_on_a_gpu_without_one_is_a_sentence(benchmark, capsys, monkeypatch):
@@ -115,7 +115,7 @@ def test_actors_without_ray_are_a_sentence(benchmark, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "said"),
+    ("name", "words", "message"),
     [
         ("chaos", ["--rounds", "0"], "argument --rounds: '0' is not a whole number of at least 1"),
         ("chaos", ["--seconds", "nan"], "argument --seconds: 'nan' is not a finite number above 0"),
@@ -128,12 +128,12 @@ def test_actors_without_ray_are_a_sentence(benchmark, capsys, monkeypatch):
         *((name, ["--out", __file__], "is a file: name another folder") for name in ("chaos", "fuzz", "kills", "soak")),
     ],
 )
-def test_a_trial_of_nothing_or_into_a_file_is_a_sentence(tmp_path, name, words, said):
+def test_a_trial_of_nothing_or_into_a_file_is_a_sentence(tmp_path, name, words, message):
     out = [] if name == "simulate" or "--out" in words else ["--out", str(tmp_path)]
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *words, *out]
     end = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert end.returncode == 2
-    assert said in end.stderr.splitlines()[-1]
+    assert message in end.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def search(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--jobs", "0"], "jobs = 0: use 1 or more"),
         (["--seeds", "x"], "seeds = x"),
@@ -185,8 +185,8 @@ def search(monkeypatch):
         (["foo=1"], "unknown field 'foo'"),
     ],
 )
-def test_a_search_of_nothing_is_a_sentence(benchmark, capsys, tmp_path, words, said):
-    assert_refused(benchmark, capsys, said, "search", *words, "--out", str(tmp_path))
+def test_a_search_of_nothing_is_a_sentence(benchmark, capsys, tmp_path, words, message):
+    assert_refused(benchmark, capsys, message, "search", *words, "--out", str(tmp_path))
 
 
 def test_a_noise_study_of_nothing_is_a_sentence(benchmark, capsys, tmp_path):
@@ -195,21 +195,21 @@ def test_a_noise_study_of_nothing_is_a_sentence(benchmark, capsys, tmp_path):
 
 def test_held_out_images_are_training_images_that_no_client_holds(search):
     embedded = load_dataset("embedded")
-    held = search.hold_out(embedded, 100)
-    for before, now, needed in zip(embedded.domains, held.domains, (1200, 1200, 900, 240), strict=True):
+    held_out = search.hold_out(embedded, 100)
+    for before, now, needed in zip(embedded.domains, held_out.domains, (1200, 1200, 900, 240), strict=True):
         assert len(now.train) == needed
         rows = [{image.numpy().tobytes() for image in s.images} for s in (before.train, now.train, now.test)]
         assert rows[1] | rows[2] == rows[0]
         assert len(now.train) + len(now.test) == len(before.train)
     other = search.hold_out(embedded, 101)
-    assert not torch.equal(other["display"].test.images, held["display"].test.images)
-    assert torch.equal(search.hold_out(embedded, 100)["display"].test.images, held["display"].test.images)
+    assert not torch.equal(other["display"].test.images, held_out["display"].test.images)
+    assert torch.equal(search.hold_out(embedded, 100)["display"].test.images, held_out["display"].test.images)
 
 
 def test_more_than_enough_images_are_not_all_held_out(search, monkeypatch):
     monkeypatch.setattr(search, "HELD_OUT", 50)
-    held = search.hold_out(load_dataset("embedded"), 0)
-    assert [len(domain.test) for domain in held.domains] == [50] * 4
+    held_out = search.hold_out(load_dataset("embedded"), 0)
+    assert [len(domain.test) for domain in held_out.domains] == [50] * 4
 
 
 def test_the_margin_is_the_smallest_gain_over_all_controls(search):

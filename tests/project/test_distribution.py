@@ -47,7 +47,7 @@ print(reached)
 """
 
 
-def build(source: Path, out: Path) -> dict[str, str]:
+def build_distributions(source: Path, out: Path) -> dict[str, str]:
     command = [sys.executable, "-m", "hatchling", "build", "-d", str(out)]
     subprocess.run(command, cwd=source, check=True, capture_output=True)
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(out.iterdir())}
@@ -55,7 +55,7 @@ def build(source: Path, out: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what git tracks, elsewhere, with other times."""
+    """A copy of the files that git tracks, with other times."""
     copy = tmp_path_factory.mktemp("source")
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
     for name in filter(None, tracked.decode().split("\0")):
@@ -75,10 +75,10 @@ def run_without_network(folder: Path, *words: str) -> list[str]:
 
 @pytest.mark.slow
 def test_builds_are_the_same_bytes_complete_and_run_without_a_network(sources, tmp_path):
-    first = build(sources, tmp_path / "first")
+    first = build_distributions(sources, tmp_path / "first")
     for path in sources.rglob("*.py"):
         os.utime(path, (time.time() + 1e6,) * 2)
-    assert build(sources, tmp_path / "second") == first
+    assert build_distributions(sources, tmp_path / "second") == first
     assert len(first) == 2
     wheel, source = (next((tmp_path / "first").glob(pattern)) for pattern in ("*.whl", "*.tar.gz"))
     packed = set(zipfile.ZipFile(wheel).namelist())

@@ -106,7 +106,7 @@ def test_pictures_are_small_and_shown():
 
 
 def test_install_hints_name_extras_of_a_checkout():
-    """fedheal is not on PyPI, so that `fedheal[extra]` could not be installed."""
+    """fedheal is not on PyPI, so `fedheal[extra]` cannot be installed."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     code = [path for folder in ("src", "examples") for path in (ROOT / folder).rglob("*.*") if path.suffix in HINTED]
     texts = {path: path.read_text() for path in [*PAGES, *code]}

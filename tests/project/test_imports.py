@@ -23,17 +23,17 @@ ORDER = [
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 
 
-def imports(path: Path) -> set[str]:
-    """The parts of fedheal that a file imports."""
-    found = set()
+def list_imports(path: Path) -> set[str]:
+    """Return the parts of fedheal that a file imports."""
+    parts = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module] if node.module != "fedheal" else [f"fedheal.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        found |= {name.split(".")[1] for name in names if name.startswith("fedheal.")}
-    return found
+        parts |= {name.split(".")[1] for name in names if name.startswith("fedheal.")}
+    return parts
 
 
 def test_every_part_has_its_place():
@@ -47,7 +47,7 @@ def test_imports_point_one_way():
     wrong = []
     for path in sorted(ROOT.rglob("*.py")):
         part = path.relative_to(ROOT).parts[0].removesuffix(".py")
-        for other in imports(path) - {part} if part != "__init__" else ():
+        for other in list_imports(path) - {part} if part != "__init__" else ():
             if RANK.get(other, -1) > RANK[part] or (other not in RANK):
                 wrong.append(f"{path.relative_to(ROOT)} imports fedheal.{other}")
     assert wrong == []

@@ -24,18 +24,18 @@ PRONOUNS = {"beside", "mine", "one", "others", "there", "what", "who"}
 CONTRACT = {"Callback.started", "Callback.finished", "Experiment.of", "Layout.of", "Packed", "Term.evaluated"}
 
 
-def modules() -> Iterator[tuple[Path, ast.Module]]:
+def parse_modules() -> Iterator[tuple[Path, ast.Module]]:
     for path in sorted(ROOT.rglob("*.py")):
         yield path.relative_to(ROOT), ast.parse(path.read_text())
 
 
-def functions(tree: ast.AST, owner: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Every function with its class's name in front, nested ones too."""
+def list_functions(tree: ast.AST, owner: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield every function, nested ones too, with its class's name in front."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef):
             yield f"{owner}{node.name}", node
         inner = f"{node.name}." if isinstance(node, ast.ClassDef) else owner
-        yield from functions(node, inner)
+        yield from list_functions(node, inner)
 
 
 def is_participle(word: str) -> bool:
@@ -54,8 +54,8 @@ def is_contract(name: str, function: ast.FunctionDef) -> bool:
 
 def test_functions_are_verb_phrases():
     wrong = []
-    for path, tree in modules():
-        for name, function in functions(tree):
+    for path, tree in parse_modules():
+        for name, function in list_functions(tree):
             words = function.name.strip("_").split("_")
             if is_property(function) or function.name.startswith("__") or is_contract(name, function):
                 continue
@@ -66,7 +66,7 @@ def test_functions_are_verb_phrases():
 
 def test_no_module_is_named_like_what_it_exports_or_like_the_standard_library():
     wrong = []
-    for path, tree in modules():
+    for path, tree in parse_modules():
         exported = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         if path.stem in exported:
             wrong.append(f"{path} defines {path.stem}")
@@ -77,7 +77,7 @@ def test_no_module_is_named_like_what_it_exports_or_like_the_standard_library():
 
 def test_no_two_public_things_have_one_name():
     where = defaultdict(list)
-    for path, tree in modules():
+    for path, tree in parse_modules():
         if path.parts[:2] == ("aggregate", "kernels"):  # twins with one contract
             continue
         for node in tree.body:
@@ -95,7 +95,7 @@ def test_no_two_public_things_have_one_name():
 def test_no_function_is_long():
     lengths = {
         f"{path}:{name}": (function.end_lineno or 0) - function.lineno + 1
-        for path, tree in modules()
-        for name, function in functions(tree)
+        for path, tree in parse_modules()
+        for name, function in list_functions(tree)
     }
     assert {name: lines for name, lines in lengths.items() if lines > LONGEST_FUNCTION} == {}

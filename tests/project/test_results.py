@@ -55,7 +55,7 @@ def tool(results, monkeypatch, tmp_path):
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory) -> Path:
-    """A run of the plan of tiny data, to be copied."""
+    """The folder of a finished run of the plan of tiny data."""
     folder = tmp_path_factory.mktemp("finished") / "fedavg-tiny_data_load-seed0"
     fedheal.run(Experiment(**QUICK | SLOW, method="fedavg"), folder, progress=False)
     return folder
@@ -63,7 +63,7 @@ def finished_run(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def kept_run(tool, finished_run, tmp_path):
-    """The tool, and a run among its results."""
+    """The tool, and the folder of a run that it has collected."""
     shutil.copytree(finished_run, tmp_path / "runs" / "results" / finished_run.name)
     assert tool("collect") == 0
     return tool, tmp_path / "results" / "tiny_data.load" / finished_run.name
@@ -74,7 +74,7 @@ def run(tool, *words):
 
 
 def replace_clock(monkeypatch, results):
-    """A second passes between any two looks at it."""
+    """Replace the clock by one that advances a second at each look."""
     ticks = itertools.count()
     monkeypatch.setattr(results, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
 
@@ -249,7 +249,7 @@ def test_collecting_takes_what_is_light_and_leaves_what_is_there(tool, capsys, t
 
 
 def edit_file(name, change):
-    """Damage: a file of a kept run, its text changed (or the file removed, where nothing is given back)."""
+    """Return a function that changes a file's text in a run folder, or removes the file if `change` returns None."""
 
     def edit(folder):
         text = change((folder / name).read_text())
@@ -259,7 +259,7 @@ def edit_file(name, change):
 
 
 def edit_result(**keys):
-    """`result.json` with other values, without those that are None."""
+    """Return a function that changes values in `result.json`, or removes those that are None."""
 
     def change(text):
         return json.dumps({key: value for key, value in (json.loads(text) | keys).items() if value is not None})
@@ -398,7 +398,7 @@ def test_where_data_lay_is_not_kept(tool, tmp_path):
 
 
 def read_table(page, words):
-    """The first table at or below these words: cells by row."""
+    """Return the first table at or below these words: cells by row."""
     below = page[page.index(words) :].splitlines()
     rest = itertools.dropwhile(lambda line: not line.startswith("|"), below)
     rows = [line.strip("| ").split(" | ") for line in itertools.takewhile(lambda line: line.startswith("|"), rest)]
@@ -491,7 +491,8 @@ def test_fewer_rounds_leave_a_row_open_and_nothing_is_subtracted_from_the_paper(
     open_rows = page.partition("### Open")[2]
     assert "- FedAvg (so far with 20 rounds): `python tools/results.py run --data digits --rows FedAvg`" in open_rows
     assert (
-        "- FedHEAL (released), seeds 1, 2, 8, 9, 10, 11, 12: `python tools/results.py run --data digits --rows " in open_rows
+        "- FedHEAL (released), seeds 1, 2, 8, 9, 10, 11, 12: `python tools/results.py run --data digits --rows "
+        in open_rows
     )
     assert "'FedHEAL (released)' --seeds 1,2,8,9,10,11,12`" in open_rows
 

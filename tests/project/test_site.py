@@ -87,9 +87,14 @@ def test_a_browser_shows_every_page_without_overflow_or_error(site: Path) -> Non
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         for width, theme in ((1280, "light"), (390, "dark")):
             tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
-            tab.on("console", lambda said: problems.append(said.text) if said.type in ("error", "warning") else None)
+            tab.on(
+                "console",
+                lambda message: problems.append(message.text) if message.type in ("error", "warning") else None,
+            )
             tab.on("pageerror", lambda error: problems.append(str(error)))
-            tab.on("request", lambda sent: problems.append(sent.url) if not sent.url.startswith("file:") else None)
+            tab.on(
+                "request", lambda request: problems.append(request.url) if not request.url.startswith("file:") else None
+            )
             for page in SHOWN:
                 tab.goto((site / f"{page}.html").as_uri())
                 assert tab.evaluate("document.documentElement.dataset.theme") == theme

@@ -12,8 +12,8 @@ from made_up import load_rows, run_folder
 
 
 @pytest.fixture(scope="session")
-def few(tmp_path_factory):
-    """Three methods, two seeds."""
+def small_runs(tmp_path_factory):
+    """A folder with runs of three methods and two seeds."""
     folder = tmp_path_factory.mktemp("few")
     for method in ("fedavg", "fedavg+uniform", "fedavg+fedheal"):
         for seed in (0, 1):

@@ -38,7 +38,7 @@ def tab():
 def open_page(tab):
     """Open the page of a folder of runs. A page that is open already is used as it is, unless `fresh`."""
 
-    def open_(folder, width=1280, theme="light", fresh=False):
+    def open_folder(folder, width=1280, theme="light", fresh=False):
         file = folder / "report.html"
         if fresh or tab.shown != (file.as_uri(), width, theme):
             if not file.exists():
@@ -50,7 +50,7 @@ def open_page(tab):
             tab.wait_for_selector("html[data-ready]")
         return tab
 
-    yield open_
+    yield open_folder
     problems, tab.problems[:] = list(tab.problems), []
     assert problems == []
 
@@ -63,8 +63,8 @@ def list_traces(tab, plot):
     return tab.evaluate(f"document.querySelector('[data-plot={plot}]').data.map(t => [t.type, t.name || ''])")
 
 
-def test_every_figure_is_drawn_without_scrolling(open_page, few):
-    tab = open_page(few, fresh=True)
+def test_every_figure_is_drawn_without_scrolling(open_page, small_runs):
+    tab = open_page(small_runs, fresh=True)
     wait_until_drawn(tab)
     assert tab.evaluate("scrollY") == 0
     assert len(tab.query_selector_all(".js-plotly-plot")) == len(PLOTS)
@@ -81,14 +81,14 @@ def test_rounds_have_ticks_at_whole_numbers(open_page, tmp_path):
 
 
 @pytest.mark.parametrize(("width", "is_cut"), [(390, True), (1280, False)])
-def test_a_table_wider_than_the_screen_says_that_it_scrolls(open_page, few, width, is_cut):
-    tab = open_page(few, width)
+def test_a_table_wider_than_the_screen_says_that_it_scrolls(open_page, small_runs, width, is_cut):
+    tab = open_page(small_runs, width)
     assert tab.locator("text=Scroll the table sideways for more columns.").is_visible() == is_cut
 
 
 @pytest.mark.parametrize(("width", "theme"), [(390, "dark"), (1280, "light")])
-def test_every_figure_is_drawn_and_nothing_overflows(open_page, few, width, theme):
-    tab = open_page(few, width, theme)
+def test_every_figure_is_drawn_and_nothing_overflows(open_page, small_runs, width, theme):
+    tab = open_page(small_runs, width, theme)
     wait_until_drawn(tab)
     for plot in PLOTS:
         assert list_traces(tab, plot), plot
@@ -112,8 +112,8 @@ def test_numbers_within_domains_are_aligned_below_their_headings(open_page, tmp_
     assert aligned == ["right"] * 2 * len(counts)
 
 
-def test_choices_change_figures(open_page, few):
-    tab = open_page(few)
+def test_choices_change_figures(open_page, small_runs):
+    tab = open_page(small_runs)
     wait_until_drawn(tab)
     label = "document.querySelector('[data-plot=measure]').layout.yaxis.title.text"
     assert tab.evaluate(label) == "AVG, %"
@@ -128,8 +128,8 @@ def test_choices_change_figures(open_page, few):
     assert list_traces(tab, "layers") == [["heatmap", ""]]
 
 
-def test_the_theme_can_be_switched(open_page, few):
-    tab = open_page(few)
+def test_the_theme_can_be_switched(open_page, small_runs):
+    tab = open_page(small_runs)
     wait_until_drawn(tab)
     colour = "document.querySelector('[data-plot=curves]').data.at(-1).line.color"
     before, ground = tab.evaluate(colour), tab.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -140,28 +140,28 @@ def test_the_theme_can_be_switched(open_page, few):
     assert tab.evaluate(colour) == before
 
 
-def test_tables_sort_by_any_column_and_back(open_page, few):
-    tab = open_page(few)
+def test_tables_sort_by_any_column_and_back(open_page, small_runs):
+    tab = open_page(small_runs)
 
-    def column(number):
+    def read_column(number):
         cells = tab.query_selector_all(f"table.sortable tbody td:nth-child({number})")
         return [float(cell.get_attribute("data-value")) for cell in cells]
 
     head = tab.query_selector("table.sortable thead").inner_text().split()
     std, avg = head.index("STD") + 1, head.index("AVG") + 1
-    original = column(avg)
+    original = read_column(avg)
     tab.click(f"table.sortable th:nth-child({std}) button")
-    assert column(std) == sorted(column(std))  # the most even first
+    assert read_column(std) == sorted(read_column(std))  # the most even first
     tab.click(f"table.sortable th:nth-child({avg}) button")
-    assert column(avg) == sorted(column(avg), reverse=True)  # the highest first
+    assert read_column(avg) == sorted(read_column(avg), reverse=True)  # the highest first
     tab.click(f"table.sortable th:nth-child({avg}) button")
-    assert column(avg) == sorted(column(avg))
+    assert read_column(avg) == sorted(read_column(avg))
     tab.click(f"table.sortable th:nth-child({avg}) button")
-    assert column(avg) == original
+    assert read_column(avg) == original
 
 
-def test_tables_can_be_copied(open_page, few):
-    tab = open_page(few)
+def test_tables_can_be_copied(open_page, small_runs):
+    tab = open_page(small_runs)
     tab.click("text=Copy LaTeX")
     tab.wait_for_selector("text=Copied")
     tab.evaluate("document.body.insertAdjacentHTML('beforeend', '<textarea id=here></textarea>')")
@@ -170,8 +170,8 @@ def test_tables_can_be_copied(open_page, few):
     assert tab.input_value("#here").startswith(r"\begin{tabular}")
 
 
-def test_on_paper_everything_is_drawn_in_light(open_page, few):
-    tab = open_page(few, theme="dark", fresh=True)
+def test_on_paper_everything_is_drawn_in_light(open_page, small_runs):
+    tab = open_page(small_runs, theme="dark", fresh=True)
     tab.emulate_media(media="print", color_scheme="dark")
     assert len(tab.pdf()) > 50_000
     tab.evaluate("dispatchEvent(new Event('beforeprint'))")

@@ -17,7 +17,7 @@ COUNTS = [[[8, 10], [1, 5]], [[9, 10], [3, 5]]]  # of two seeds: class 0 has 17 
 
 @pytest.fixture
 def folder(tmp_path):
-    """FedAvg with two seeds that count classes; FedHEAL as an earlier version wrote it."""
+    """A folder with FedAvg's runs that count classes, and one of FedHEAL as an earlier version wrote it."""
     for seed, counts in enumerate(COUNTS):
         path = run_folder(tmp_path / f"fedavg-{seed}", "fedavg", seed=seed) / "result.json"
         calibration = {"mnist": {"ece": 4.0 + 2 * seed, "brier": 0.5, "nll": None}}
@@ -52,5 +52,5 @@ def test_reports_show_them_and_records_have_the_numbers(folder):
     assert "ece.mnist" not in by_run["fedavg+fedheal", 0]
 
 
-def test_runs_of_earlier_versions_have_no_such_table(few):
-    assert build_domain_tables(load_rows(few)) == []
+def test_runs_of_earlier_versions_have_no_such_table(small_runs):
+    assert build_domain_tables(load_rows(small_runs)) == []

@@ -17,12 +17,12 @@ from fedheal.report.tables import flatten_rows
 from made_up import load_rows, run_folder
 
 
-def edited(folder, **values):
+def edit_result(folder, **values):
     path = folder / "result.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def described(folder, **values):
+def edit_experiment(folder, **values):
     path = folder / "experiment.toml"
     lines = [line for line in path.read_text().splitlines() if line.partition(" ")[0] not in values]
     path.write_text("\n".join([*lines, *(f"{key} = {value}" for key, value in values.items())]) + "\n")
@@ -30,10 +30,10 @@ def described(folder, **values):
 
 @pytest.fixture
 def runs(tmp_path):
-    """FedAvg and FedHEAL, two seeds, all alike."""
+    """A folder with comparable runs of FedAvg and FedHEAL with two seeds."""
     for method in ("fedavg", "fedavg+fedheal"):
         for seed in (0, 1):
-            edited(run_folder(tmp_path / f"{method}-{seed}", method, seed=seed), used_fingerprint=f"used{seed}")
+            edit_result(run_folder(tmp_path / f"{method}-{seed}", method, seed=seed), used_fingerprint=f"used{seed}")
     return tmp_path
 
 
@@ -44,44 +44,44 @@ def test_runs_that_differ_by_method_and_seed_alone_need_no_caution(runs):
 
 def test_runs_on_other_data_are_named_and_not_subtracted(runs):
     before = conclude(load_rows(runs))
-    edited(runs / "fedavg+fedheal-1", used_fingerprint="other")
+    edit_result(runs / "fedavg+fedheal-1", used_fingerprint="other")
     changed = load_rows(runs)
-    (said,) = list_cautions(changed)
-    assert said == (
+    (caution,) = list_cautions(changed)
+    assert caution == (
         "Not on the same data as the run of fedavg with the same seed, and therefore not compared with it: "
         f"fedavg+fedheal with seed 1 ({runs / 'fedavg+fedheal-1'})."
     )
-    assert said in render_page(changed).replace("&#39;", "'")
+    assert caution in render_page(changed).replace("&#39;", "'")
     after = conclude(changed)
     assert before[0].startswith("2 seeds cannot")
     assert after[0].startswith("1 seed cannot")
     alone = [row for row in changed if row.seed == 0]
     assert describe_gains(analyse_rows(changed)) == describe_gains(analyse_rows(alone))
     # Where no seed is left, nothing is said of the method at all.
-    edited(runs / "fedavg+fedheal-0", used_fingerprint="other")
-    found = analyse_rows(load_rows(runs))
-    assert describe_gains(found) == []
-    assert {leader.method for leader in find_leaders(found)} == {"fedavg"}
+    edit_result(runs / "fedavg+fedheal-0", used_fingerprint="other")
+    analysis = analyse_rows(load_rows(runs))
+    assert describe_gains(analysis) == []
+    assert {leader.method for leader in find_leaders(analysis)} == {"fedavg"}
     assert not any("fedavg+fedheal" in s for s in conclude(load_rows(runs)))
 
 
 def test_what_a_run_does_not_say_of_its_data_is_no_difference(runs):
-    edited(runs / "fedavg-0", used_fingerprint="")  # of an earlier version: only the whole data set's
+    edit_result(runs / "fedavg-0", used_fingerprint="")  # of an earlier version: only the whole data set's
     assert list_cautions(load_rows(runs)) == []
-    edited(runs / "fedavg-0", data_fingerprint="another")
+    edit_result(runs / "fedavg-0", data_fingerprint="another")
     assert len(list_cautions(load_rows(runs))) == 1
-    edited(runs / "fedavg-0", data_fingerprint="")  # of a federation: none
+    edit_result(runs / "fedavg-0", data_fingerprint="")  # of a federation: none
     assert list_cautions(load_rows(runs)) == []
 
 
 def test_settings_that_differ_are_named_with_every_table(runs):
-    described(runs / "fedavg-0", lr=0.5, workers=3)
-    described(runs / "fedavg+fedheal-1", dirichlet=0.1)
-    (said,) = list_cautions(load_rows(runs))
-    assert said.startswith(
+    edit_experiment(runs / "fedavg-0", lr=0.5, workers=3)
+    edit_experiment(runs / "fedavg+fedheal-1", dirichlet=0.1)
+    (caution,) = list_cautions(load_rows(runs))
+    assert caution.startswith(
         "Settings that differ between runs: lr (0.5, 0.001), dirichlet (not set, 0.1). Differences between rows"
     )
-    assert said in render_page(load_rows(runs))
+    assert caution in render_page(load_rows(runs))
     assert compare_settings(load_rows(runs)).differing["workers"] == [
         "3",
         "not set",
@@ -89,19 +89,19 @@ def test_settings_that_differ_are_named_with_every_table(runs):
 
 
 def test_a_federation_does_not_differ_in_what_it_does_not_say(runs):
-    described(runs / "fedavg-0", rounds=30)
+    edit_experiment(runs / "fedavg-0", rounds=30)
     (runs / "fedavg-0" / "experiment.toml").rename(runs / "fedavg-0" / "federation.toml")
     text = (runs / "fedavg-0" / "federation.toml").read_text()
     (runs / "fedavg-0" / "federation.toml").write_text(text.replace("lr = 0.001\n", ""))
-    (said,) = list_cautions(load_rows(runs))
-    assert "rounds (30, 20)." in said
-    assert "lr" not in said
+    (caution,) = list_cautions(load_rows(runs))
+    assert "rounds (30, 20)." in caution
+    assert "lr" not in caution
 
 
 def test_the_parts_of_a_bound_are_no_difference(runs):
     folder = run_folder(runs / "centralised", "fedavg", seed=0)
-    described(folder, pool="true")
-    edited(folder, pool=True, used_fingerprint="pooled")
+    edit_experiment(folder, pool="true")
+    edit_result(folder, pool=True, used_fingerprint="pooled")
     changed = load_rows(runs)
     assert "centralised" in {row.method for row in changed}
     assert list_cautions(changed) == []
@@ -131,7 +131,7 @@ def test_a_result_that_lacks_what_a_report_needs_is_refused_by_name(runs, text, 
 
 
 @pytest.mark.parametrize(
-    ("said", "sentence"),
+    ("values", "sentence"),
     [
         ({"avg": "x"}, "avg must be a number, got 'x'"),
         ({"averaged": "five"}, "averaged must be a whole number, got 'five'"),
@@ -148,18 +148,18 @@ def test_a_result_that_lacks_what_a_report_needs_is_refused_by_name(runs, text, 
         ({"versions": ["1"]}, "versions must be a dictionary, got ['1']"),
     ],
 )
-def test_a_result_that_is_not_what_a_run_writes_is_refused_by_name(runs, said, sentence):
-    """Even where a report has the number from elsewhere: somebody has made something else of this file."""
-    edited(runs / "fedavg-1", **said)
+def test_a_result_that_is_not_what_a_run_writes_is_refused_by_name(runs, values, sentence):
+    """This also holds for numbers that a report takes from elsewhere."""
+    edit_result(runs / "fedavg-1", **values)
     with pytest.raises(ValueError, match=re.escape(f"{runs / 'fedavg-1' / 'result.json'}: {sentence}")):
         find_results([runs])
 
 
 def test_every_record_for_programs_says_what_sets_it_apart(runs):
     assert [record["notes"] for record in flatten_rows(load_rows(runs))] == ["", "", "", ""]
-    described(runs / "fedavg-0", lr=0.5, workers=3)
-    edited(runs / "fedavg+fedheal-1", used_fingerprint="other", data_notes=["syn_standin stands in for syn"])
-    edited(runs / "fedavg-1", used_fingerprint="one")
+    edit_experiment(runs / "fedavg-0", lr=0.5, workers=3)
+    edit_result(runs / "fedavg+fedheal-1", used_fingerprint="other", data_notes=["syn_standin stands in for syn"])
+    edit_result(runs / "fedavg-1", used_fingerprint="one")
     for method in ("fedavg", "fedavg+fedheal"):
         run_folder(runs / f"{method}-elsewhere", method, "own", seed=7)  # alike in itself
     notes = {(record["method"], record["seed"]): record["notes"] for record in flatten_rows(load_rows(runs))}
@@ -196,9 +196,9 @@ def test_curves_are_means_of_the_same_rounds(runs):
 
 def test_one_name_that_stands_for_two_methods_is_a_caution(runs):
     for seed in (0, 1):
-        described(runs / f"fedavg+fedheal-{seed}", method=f'"fedavg+fedheal:tau=0.{seed + 3}"')
-    (said,) = list_cautions(load_rows(runs))
-    assert said == (
+        edit_experiment(runs / f"fedavg+fedheal-{seed}", method=f'"fedavg+fedheal:tau=0.{seed + 3}"')
+    (caution,) = list_cautions(load_rows(runs))
+    assert caution == (
         "The runs of fedavg+fedheal are not all of the same method: fedavg+fedheal:tau=0.3, fedavg+fedheal:tau=0.4. "
         "They are not seeds of one experiment."
     )
@@ -207,8 +207,8 @@ def test_one_name_that_stands_for_two_methods_is_a_caution(runs):
 
 def test_code_of_ones_own_that_changed_under_its_name_is_a_caution(runs):
     for seed in (0, 1):
-        edited(runs / f"fedavg+fedheal-{seed}", own=[["Proximal", {"mu": "0.1"}]])
+        edit_result(runs / f"fedavg+fedheal-{seed}", own=[["Proximal", {"mu": "0.1"}]])
     assert list_cautions(load_rows(runs)) == []
-    edited(runs / "fedavg+fedheal-1", own=[["Proximal", {"mu": "0.2"}]])
-    (said,) = list_cautions(load_rows(runs))
-    assert "are not all of the same method, although the parameters in its name are equal" in said
+    edit_result(runs / "fedavg+fedheal-1", own=[["Proximal", {"mu": "0.2"}]])
+    (caution,) = list_cautions(load_rows(runs))
+    assert "are not all of the same method, although the parameters in its name are equal" in caution

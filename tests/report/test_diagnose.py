@@ -17,8 +17,8 @@ ACCURACY = {"big-0": [80, 80, 80, 80], "small-0": [70, 78, 60, 58], "small-1": [
 WEIGHTS = {"big-0": 0.8, "small-0": 0.1, "small-1": 0.1}
 
 
-def federation(folder, rounds=4, **extra):
-    """What a federation without test sets, domains or a result leaves behind."""
+def write_federation(folder, rounds=4, **extra):
+    """Write the rounds of a federation without test sets, domains or a result."""
     folder.mkdir(parents=True)
     with (folder / "rounds.jsonl").open("w") as file:
         for t in range(rounds):
@@ -28,26 +28,26 @@ def federation(folder, rounds=4, **extra):
 
 
 def test_clients_of_a_federation_that_recorded_little(tmp_path):
-    found = diagnose_run(federation(tmp_path / "run"))
-    assert found.kind == "client"
-    by_name = {unit.name: i for i, unit in enumerate(found.units)}
+    diagnosis = diagnose_run(write_federation(tmp_path / "run"))
+    assert diagnosis.kind == "client"
+    by_name = {unit.name: i for i, unit in enumerate(diagnosis.units)}
     # Means of the four rounds: 73.33, 78.67, 67.33, 66. small-0 is 3.33, 0.67, 7.33 and 8 below: under-served since round 3.
     # Of four rounds the last alone counts, as in a result: over all of them it is 4.83 below.
-    assert np.round(found.gaps[by_name["small-0"]], 2).tolist() == [-3.33, -0.67, -7.33, -8.0]
-    assert found.find_start(by_name["small-0"]) == 3
-    assert found.get_gap(by_name["small-0"]) == pytest.approx(-8.0)
+    assert np.round(diagnosis.gaps[by_name["small-0"]], 2).tolist() == [-3.33, -0.67, -7.33, -8.0]
+    assert diagnosis.find_start(by_name["small-0"]) == 3
+    assert diagnosis.get_gap(by_name["small-0"]) == pytest.approx(-8.0)
 
 
 def test_since_when(tmp_path):
-    def falling(t):
+    def get_falling_accuracy(t):
         return {"big-0": 80.0, "small-0": [40.0, 79.0, 60.0, 50.0][t], "small-1": 78.0}
 
-    found = diagnose_run(federation(tmp_path / "run", clients=falling))
-    i = [unit.name for unit in found.units].index("small-0")
+    diagnosis = diagnose_run(write_federation(tmp_path / "run", clients=get_falling_accuracy))
+    i = [unit.name for unit in diagnosis.units].index("small-0")
     # Means 66, 79, 72.67, 69.33; gaps -26, 0, -12.67, -19.33, the last of which counts. Round 2 was fine: since round 3.
-    assert found.get_gap(i) == pytest.approx(-19.333, abs=1e-3)
-    assert found.find_start(i) == 3
-    head, first, *rest = format_diagnosis(found)
+    assert diagnosis.get_gap(i) == pytest.approx(-19.333, abs=1e-3)
+    assert diagnosis.find_start(i) == 3
+    head, first, *rest = format_diagnosis(diagnosis)
     assert dict(zip(head, first, strict=True)) == {
         "client": "small-0",
         "accuracy": "50.0",
@@ -62,26 +62,26 @@ def test_since_when(tmp_path):
         "rounds present": "4/4",
     }
     assert [line[5] for line in rest] == ["-", "-"]
-    assert explain_diagnosis(found) == [
+    assert explain_diagnosis(diagnosis) == [
         "small-0 is 19.3 points below the mean, more than 5 since round 3; it holds 10.0% of the weight, less than an equal "
         "share (0.30 of it)."
     ]
 
 
 def test_behind_on_average_but_not_in_the_last_round(tmp_path):
-    def recovering(t):
+    def get_recovering_accuracy(t):
         return {"big-0": 80.0, "small-0": 80.0 if t == 7 else 20.0, "small-1": 80.0}
 
-    found = diagnose_run(federation(tmp_path / "run", rounds=8, clients=recovering))
-    i = [unit.name for unit in found.units].index("small-0")
+    diagnosis = diagnose_run(write_federation(tmp_path / "run", rounds=8, clients=get_recovering_accuracy))
+    i = [unit.name for unit in diagnosis.units].index("small-0")
     # Gaps of -40, and 0 in the last round: -20 over the last two of eight, and no round from which it was always behind.
-    assert i in found.under_served
-    assert found.find_start(i) is None
-    assert format_diagnosis(found)[1][:6] == ["small-0", "50.0", "-", "-", "-20.0", "on average"]
-    assert explain_diagnosis(found)[0].startswith(
+    assert i in diagnosis.under_served
+    assert diagnosis.find_start(i) is None
+    assert format_diagnosis(diagnosis)[1][:6] == ["small-0", "50.0", "-", "-", "-20.0", "on average"]
+    assert explain_diagnosis(diagnosis)[0].startswith(
         "small-0 is 20.0 points below the mean, on average over the last 2 rounds, though not more than 5 in the last"
     )
-    assert draw_diagnosis(found) is not None
+    assert draw_diagnosis(diagnosis) is not None
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_behind_on_average_but_not_in_the_last_round(tmp_path):
 )
 def test_rounds_that_somebody_made_something_else_of_are_refused_by_name(tmp_path, key, value):
     outer, _, inner = key.partition(".")
-    run = federation(tmp_path / "run", **{outer: lambda t: {inner: value} if inner else value})
+    run = write_federation(tmp_path / "run", **{outer: lambda t: {inner: value} if inner else value})
     with pytest.raises(ValueError, match=rf"run/rounds.jsonl: line 1: {key}.* must .*, got "):
         diagnose_run(run)
 
@@ -132,8 +132,8 @@ def test_a_federation_may_go_on_after_its_result(tmp_path):
         diagnose_run(run)
 
 
-def left_out(folder):
-    """Of a made-up run, one in which nobody of the domain that lags trained; it is judged all the same."""
+def write_run_without_domain(folder):
+    """Write a run in which no client of the weakest domain trained, though all are evaluated."""
     run = run_folder(folder, "fedavg", rounds=6)
     records = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
     for record in records:
@@ -147,19 +147,19 @@ def left_out(folder):
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_whoever_is_judged_is_there_though_it_never_took_part(tmp_path, finished):
-    run = left_out(tmp_path / "run")
+    run = write_run_without_domain(tmp_path / "run")
     if not finished:
         (run / "result.json").unlink()
-    found = diagnose_run(run)
-    assert [unit.name for unit in found.units] == ["mnist", "usps", "svhn", "syn"]
-    first = dict(zip(*format_diagnosis(found)[:2], strict=True))
+    diagnosis = diagnose_run(run)
+    assert [unit.name for unit in diagnosis.units] == ["mnist", "usps", "svhn", "syn"]
+    first = dict(zip(*format_diagnosis(diagnosis)[:2], strict=True))
     assert first["domain"] == "syn (5 clients)"
     assert (first["weight"], first["x equal share"], first["rounds present"]) == ("-", "-", "0/6")
     # Its accuracy counts for the mean of all: here the last round's gap, by hand.
     last = json.loads((run / "rounds.jsonl").read_text().splitlines()[-1])["domains"]
-    assert found.gaps[3, -1] == pytest.approx(last["syn"] - sum(last.values()) / 4)
-    (said,) = (said for said in explain_diagnosis(found) if said.startswith("syn"))
-    assert said.endswith("; its clients had no weight in any round.")
+    assert diagnosis.gaps[3, -1] == pytest.approx(last["syn"] - sum(last.values()) / 4)
+    (sentence,) = (said for said in explain_diagnosis(diagnosis) if said.startswith("syn"))
+    assert sentence.endswith("; its clients had no weight in any round.")
     clients = diagnose_run(run, "client")
     assert len(clients.units) == 20
     assert explain_diagnosis(clients)[-1].endswith("; it had no weight in any round.")
@@ -167,27 +167,27 @@ def test_whoever_is_judged_is_there_though_it_never_took_part(tmp_path, finished
 
 
 def test_nobody_ever_replied(tmp_path):
-    found = diagnose_run(federation(tmp_path / "run", weights=lambda t: {}))
-    assert [line[0] for line in format_diagnosis(found)[1:]] == ["small-0", "small-1", "big-0"]
-    assert "No accuracy" not in explain_diagnosis(found)[0]
+    diagnosis = diagnose_run(write_federation(tmp_path / "run", weights=lambda t: {}))
+    assert [line[0] for line in format_diagnosis(diagnosis)[1:]] == ["small-0", "small-1", "big-0"]
+    assert "No accuracy" not in explain_diagnosis(diagnosis)[0]
 
 
 def test_a_federation_under_way_says_domains_in_its_lines(tmp_path):
-    """Names that say nothing, a client that erred in every round, one that moved, and one whose domain nobody knows."""
+    """One client changes its domain, one has none, and one fails in every round."""
 
-    def client_domains(t):
+    def get_client_domains(t):
         return {"big-0": "city", "small-0": "city" if t == 0 else "country", "small-1": None, "silent": "island"}
 
-    def judged(t):
+    def get_accuracy(t):
         return {"city": 80.0, "country": 60.0}
 
-    run = federation(tmp_path / "run", client_domains=client_domains, domains=judged)
-    found = diagnose_run(run)
-    assert found.kind == "domain"
-    assert [line[0] for line in format_diagnosis(found)[1:]] == [
+    run = write_federation(tmp_path / "run", client_domains=get_client_domains, domains=get_accuracy)
+    diagnosis = diagnose_run(run)
+    assert diagnosis.kind == "domain"
+    assert [line[0] for line in format_diagnosis(diagnosis)[1:]] == [
         "country (1 client)", "city (1 client)", "island (1 client)", "? (1 client)"
     ]  # fmt: skip
-    units = {unit.name: unit for unit in found.units}
+    units = {unit.name: unit for unit in diagnosis.units}
     assert units["country"].weight.tolist() == [0.1] * 4
     assert np.isnan(units["island"].accuracy).all()
     assert {name: unit.rounds_present for name, unit in units.items()} == {"city": 4, "country": 4, "island": 0, "?": 4}
@@ -202,7 +202,7 @@ def test_gaps_are_computed_once_for_all_units(tmp_path, monkeypatch):
         return mean_ignoring_nan(values)
 
     monkeypatch.setattr("fedheal.report.diagnose.mean_ignoring_nan", count_calls)
-    diagnosis = diagnose_run(federation(tmp_path / "run"))
+    diagnosis = diagnose_run(write_federation(tmp_path / "run"))
     format_diagnosis(diagnosis)
     explain_diagnosis(diagnosis)
     assert calls == [1]
@@ -210,14 +210,14 @@ def test_gaps_are_computed_once_for_all_units(tmp_path, monkeypatch):
 
 def test_domains_are_taken_from_the_result_or_the_rounds(tmp_path):
     run = run_folder(tmp_path / "made", "fedavg+fedheal", rounds=6)
-    found = diagnose_run(run)
-    assert found.kind == "domain"
-    assert [unit.name for unit in found.units] == ["mnist", "usps", "svhn", "syn"]
-    assert format_diagnosis(found)[1][0] == "syn (5 clients)"  # the made-up runs' last domain lags
-    assert found.find_start(3) is not None
-    assert "of their entries were kept" in explain_diagnosis(found)[0]
+    diagnosis = diagnose_run(run)
+    assert diagnosis.kind == "domain"
+    assert [unit.name for unit in diagnosis.units] == ["mnist", "usps", "svhn", "syn"]
+    assert format_diagnosis(diagnosis)[1][0] == "syn (5 clients)"  # the made-up runs' last domain lags
+    assert diagnosis.find_start(3) is not None
+    assert "of their entries were kept" in explain_diagnosis(diagnosis)[0]
     client_domains = diagnose_run(
-        federation(tmp_path / "run", client_domains=lambda t: {c: c.partition("-")[0] for c in WEIGHTS})
+        write_federation(tmp_path / "run", client_domains=lambda t: {c: c.partition("-")[0] for c in WEIGHTS})
     )
     assert {unit.name: unit.clients for unit in client_domains.units} == {"big": 1, "small": 2}
     assert diagnose_run(run_folder(tmp_path / "open", rounds=3, finished=False)).kind == "domain"
@@ -225,12 +225,12 @@ def test_domains_are_taken_from_the_result_or_the_rounds(tmp_path):
 
 def test_test_images_and_their_errors(tmp_path):
     run = run_folder(tmp_path / "made", "fedavg+fedheal", rounds=6)
-    found = diagnose_run(run)
-    first = dict(zip(*format_diagnosis(found)[:2], strict=True))
+    diagnosis = diagnose_run(run)
+    first = dict(zip(*format_diagnosis(diagnosis)[:2], strict=True))
     p = float(first["accuracy"]) / 100
     assert first["test images"] == "500"
     assert float(first["standard error"]) == pytest.approx(100 * (p * (1 - p) / 500) ** 0.5, abs=0.06)
-    assert f"(standard error {first['standard error']} from 500 test images)" in explain_diagnosis(found)[0]
+    assert f"(standard error {first['standard error']} from 500 test images)" in explain_diagnosis(diagnosis)[0]
     # A simulation deals a domain's images out to its clients; of a federation's clients nothing is known.
     assert {unit.test_images for unit in diagnose_run(run, "client").units} == {100}
     (run / "experiment.toml").rename(run / "federation.toml")
@@ -238,35 +238,35 @@ def test_test_images_and_their_errors(tmp_path):
 
 
 def test_without_accuracy_the_weights_are_shown_and_nobody_is_judged(tmp_path):
-    found = diagnose_run(federation(tmp_path / "run", clients=lambda t: None))
-    assert explain_diagnosis(found)[0].startswith("No accuracy by client was recorded")
-    assert [line[1] for line in format_diagnosis(found)[1:]] == ["-", "-", "-"]
-    assert save_figure(tmp_path / "picture", lambda: draw_diagnosis(found))[-1].stat().st_size > 5000
+    diagnosis = diagnose_run(write_federation(tmp_path / "run", clients=lambda t: None))
+    assert explain_diagnosis(diagnosis)[0].startswith("No accuracy by client was recorded")
+    assert [line[1] for line in format_diagnosis(diagnosis)[1:]] == ["-", "-", "-"]
+    assert save_figure(tmp_path / "picture", lambda: draw_diagnosis(diagnosis))[-1].stat().st_size > 5000
 
 
 def test_absent_clients_and_unevaluated_rounds(tmp_path):
-    def there(t):
+    def get_weights(t):
         return {c: w for c, w in WEIGHTS.items() if c != "small-1" or t == 1}
 
-    def judged(t):
+    def get_accuracy(t):
         return {"big-0": 80.0, "small-0": 50.0} if t % 2 else None
 
-    found = diagnose_run(federation(tmp_path / "run", weights=there, clients=judged))
-    units = {unit.name: unit for unit in found.units}
+    diagnosis = diagnose_run(write_federation(tmp_path / "run", weights=get_weights, clients=get_accuracy))
+    units = {unit.name: unit for unit in diagnosis.units}
     assert units["small-1"].rounds_present == 1
-    assert found.find_start([*units].index("small-0")) == 2  # the first evaluated round
-    assert draw_diagnosis(found) is not None
+    assert diagnosis.find_start([*units].index("small-0")) == 2  # the first evaluated round
+    assert draw_diagnosis(diagnosis) is not None
 
 
 def test_everyone_served_alike(tmp_path):
-    found = diagnose_run(federation(tmp_path / "run", clients=lambda t: dict.fromkeys(WEIGHTS, 80.0)))
-    assert explain_diagnosis(found) == ["No client lies more than 5 points below the mean of all clients."]
+    diagnosis = diagnose_run(write_federation(tmp_path / "run", clients=lambda t: dict.fromkeys(WEIGHTS, 80.0)))
+    assert explain_diagnosis(diagnosis) == ["No client lies more than 5 points below the mean of all clients."]
 
 
 def test_what_cannot_be_diagnosed(tmp_path):
     with pytest.raises(ValueError, match="holds no rounds"):
         diagnose_run(tmp_path)
-    run = federation(tmp_path / "run")
+    run = write_federation(tmp_path / "run")
     with pytest.raises(ValueError, match=f"{tmp_path} holds no rounds: name {run}$"):
         diagnose_run(tmp_path)  # a comparison's folder
     with pytest.raises(ValueError, match="by = continent: use domain or client"):

@@ -47,7 +47,7 @@ def test_every_figure_in_three_formats(figure_files):
 
 @pytest.mark.slow
 def test_the_same_runs_give_the_same_files(figure_files, small_runs, tmp_path, monkeypatch):
-    """Two figures stand for all: dates and names of parts, which could differ, are those of a format."""
+    """Two figures are enough: the parts that could differ (dates, ids) depend on the format only."""
     monkeypatch.setattr(figures, "FIGURES", {name: figures.FIGURES[name] for name in ("spread", "kept")})
     again = {path.name: path.read_bytes() for path in figures.write_figures(load_rows(small_runs), tmp_path)}
     assert len(again) == 6
@@ -73,8 +73,8 @@ def test_differences_by_seed_are_filled_where_a_test_shows_them(tmp_path):
             make_run(tmp_path, "digits", method, {d: value + gain for d, value in even.items()}, 20, seed=seed)
     rows = load_rows(tmp_path)
     (table,) = build_tables(rows)
-    found = analyse_rows(rows, "fedavg+uniform")
-    data = figures.FigureData(table, tuple(rows[0].domains), (), "fedavg+uniform", found)
+    analysis = analyse_rows(rows, "fedavg+uniform")
+    data = figures.FigureData(table, tuple(rows[0].domains), (), "fedavg+uniform", analysis)
     average, _ = figures.draw_differences(data).axes
     assert [label.get_text() for label in average.get_yticklabels()] == ["fedavg", "fedavg+afl"]
     means = [container.lines[0] for container in average.containers]
@@ -89,7 +89,7 @@ def test_differences_by_seed_are_filled_where_a_test_shows_them(tmp_path):
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_names_in_any_script_are_letters_or_escaped_and_never_boxes(tmp_path, only_svg, monkeypatch, installed):
-    """Warnings, such as of a letter that the font lacks, are errors here."""
+    """Warnings, such as for a letter that the font lacks, are errors in tests."""
     monkeypatch.setitem(DOMAINS, "drawn", ("写真", "sketch"))
     monkeypatch.setattr(figures, "FIGURES", {name: figures.FIGURES[name] for name in ("domains", "time")})
     if not installed:
@@ -111,7 +111,7 @@ def test_several_data_sets_have_files_of_their_own(tmp_path, only_svg):
 
 @pytest.mark.slow
 def test_many_methods_fit(tmp_path, only_svg):
-    """More methods than colours, and than fit into full rows of panels."""
+    """There are more methods than colours, and the last row of panels is not full."""
     for local in ("fedavg", "fedprox", "moon", "scaffold"):
         for stage in ("", "+afl", "+fedheal")[: 2 if local == "scaffold" else 3]:
             run_folder(tmp_path / "runs" / (local + stage), local + stage, rounds=3)

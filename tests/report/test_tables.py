@@ -18,18 +18,18 @@ from fedheal.report.tables import build_tables, format_csv, format_latex, format
 from fedheal.report.text_report import format_report
 
 
-def row(method, seed, a, b, folder="runs/x", data="toy"):
+def make_row(method, seed, a, b, folder="runs/x", data="toy"):
     domains = {"photo": a, "line_art": b}
     summary = {"data": data, "rounds": 5, "folder": folder, "test_sizes": {"photo": 30, "line_art": 1000}}
     return Row(method, seed, domains, fairness(domains), None, (summary,))
 
 
 ROWS = [
-    row("fedavg", 0, 80.0, 60.0),
-    row("fedavg", 1, 84.0, 60.0),
-    row("fedheal", 0, 80.0, 70.0),
-    row("fedheal", 1, 80.0, 72.0),
-    row("centralised", 0, 99.0, 99.0),
+    make_row("fedavg", 0, 80.0, 60.0),
+    make_row("fedavg", 1, 84.0, 60.0),
+    make_row("fedheal", 0, 80.0, 70.0),
+    make_row("fedheal", 1, 80.0, 72.0),
+    make_row("centralised", 0, 99.0, 99.0),
 ]
 
 
@@ -51,10 +51,10 @@ def test_mean_spread_and_best():
 def test_markdown_latex_and_text():
     (table,) = build_tables(ROWS)
     assert "| fedavg | **82.00** ± 2.83 | 60.00 ± 0.00 |" in format_markdown(table)
-    made = format_latex(table)
-    assert r"fedavg & \textbf{82.00} {\scriptsize$\pm$2.83} & 60.00 {\scriptsize$\pm$0.00}" in made
-    assert r"line\_art" in made
-    assert made.count(r"\midrule") == 2  # the bounds stand below a rule of their own
+    latex = format_latex(table)
+    assert r"fedavg & \textbf{82.00} {\scriptsize$\pm$2.83} & 60.00 {\scriptsize$\pm$0.00}" in latex
+    assert r"line\_art" in latex
+    assert latex.count(r"\midrule") == 2  # the bounds stand below a rule of their own
     *lines, legend = format_text(table).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert legend == "* best of its column (STD: the lowest)"
@@ -68,7 +68,7 @@ def test_markdown_latex_and_text():
 
 def test_names_do_not_become_markup():
     domains = {"a|b": 80.0, "c^d~e\\f{g}": 60.0}
-    (table,) = build_tables([replace(row("x|y", 0, 0.0, 0.0), domains=domains, fairness=fairness(domains))])
+    (table,) = build_tables([replace(make_row("x|y", 0, 0.0, 0.0), domains=domains, fairness=fairness(domains))])
     head, rule, line = format_markdown(table).splitlines()
     assert head == r"| method | a\|b | c^d~e\f{g} | AVG | STD | worst | seeds |"
     assert rule.count("---") == 7
@@ -77,44 +77,50 @@ def test_names_do_not_become_markup():
 
 
 def test_what_the_numbers_are_is_not_said_of_rounds_there_were_not():
-    def about(rounds, seeds=(0,)):
-        found = [row("fedavg", seed, 80.0, 60.0) for seed in seeds]
-        for one in found:
-            one.summaries[0]["averaged"] = rounds
-        return build_tables(found)[0].about
+    def describe_numbers(rounds, seeds=(0,)):
+        rows = [make_row("fedavg", seed, 80.0, 60.0) for seed in seeds]
+        for row in rows:
+            row.summaries[0]["averaged"] = rounds
+        return build_tables(rows)[0].about
 
-    assert about(5) == "accuracy in percent, mean of the last five rounds"
-    assert about(2, (0, 1)) == "accuracy in percent, mean of the last 2 rounds, ± standard deviation over seeds"
-    assert about(1) == "accuracy in percent, in the last round"
-    earlier = row("fedavg", 0, 80.0, 60.0)  # a run of an earlier version, of five rounds
+    assert describe_numbers(5) == "accuracy in percent, mean of the last five rounds"
+    assert (
+        describe_numbers(2, (0, 1)) == "accuracy in percent, mean of the last 2 rounds, ± standard deviation over seeds"
+    )
+    assert describe_numbers(1) == "accuracy in percent, in the last round"
+    earlier = make_row("fedavg", 0, 80.0, 60.0)  # a run of an earlier version, of five rounds
     assert build_tables([earlier])[0].about.endswith("last five rounds")
 
 
-def gains(found):
-    return conclusions.describe_gains(conclusions.analyse_rows(found))
+def describe_gains(rows):
+    return conclusions.describe_gains(conclusions.analyse_rows(rows))
 
 
 def test_few_seeds_state_no_gain_however_large():
-    """The paired tests cannot show anything with two seeds: nor may the sentences above them."""
-    (said,) = gains(ROWS)
-    assert said.startswith("fedheal against fedavg: no gain or loss can be concluded. Observed: line_art +11.0 (")
-    assert "photo -2.0 (" in said
-    assert " gains " not in said
-    one = [row("fedavg", 0, 80.0, 60.0), row("fedheal", 0, 80.0, 70.0)]
-    assert "no gain or loss can be concluded" in gains(one)[0]
+    """Two seeds are too few for the paired tests, so sentences must not state a gain either."""
+    (sentence,) = describe_gains(ROWS)
+    assert sentence.startswith("fedheal against fedavg: no gain or loss can be concluded. Observed: line_art +11.0 (")
+    assert "photo -2.0 (" in sentence
+    assert " gains " not in sentence
+    one_seed = [make_row("fedavg", 0, 80.0, 60.0), make_row("fedheal", 0, 80.0, 70.0)]
+    assert "no gain or loss can be concluded" in describe_gains(one_seed)[0]
     # A seed that only one of them has is no part of it.
-    unrelated = [row("fedavg", 0, 99.9, 99.9), row("fedavg", 1, 80.0, 60.0), row("fedheal", 1, 80.0, 70.0)]
-    assert gains(unrelated) == gains(one)
-    assert gains([row("a", 0, 1.0, 2.0), row("b", 1, 1.0, 2.0)]) == []
+    unrelated = [
+        make_row("fedavg", 0, 99.9, 99.9),
+        make_row("fedavg", 1, 80.0, 60.0),
+        make_row("fedheal", 1, 80.0, 70.0),
+    ]
+    assert describe_gains(unrelated) == describe_gains(one_seed)
+    assert describe_gains([make_row("a", 0, 1.0, 2.0), make_row("b", 1, 1.0, 2.0)]) == []
 
 
 def test_gains_are_stated_where_seeds_and_test_images_support_them():
-    many = [row("fedavg", s, 80.0, 60.0 + s % 2) for s in range(8)]
-    many += [row("fedheal", s, 77.0, 72.0 + s % 3) for s in range(8)]
-    (said,) = gains(many)
+    many = [make_row("fedavg", s, 80.0, 60.0 + s % 2) for s in range(8)]
+    many += [make_row("fedheal", s, 77.0, 72.0 + s % 3) for s in range(8)]
+    (sentence,) = describe_gains(many)
     # photo loses 3.0 in every seed, which 30 test images cannot tell from nothing.
-    assert said.startswith("fedheal against fedavg: line_art gains 12.4 points (+")
-    assert said.endswith("No change can be concluded in photo.")
+    assert sentence.startswith("fedheal against fedavg: line_art gains 12.4 points (+")
+    assert sentence.endswith("No change can be concluded in photo.")
     headline = conclusions.write_headline(conclusions.analyse_rows(many))
     assert headline.startswith(
         "fedheal is better than fedavg in AVG by 4.7 points; fedheal is better than fedavg in STD"
@@ -131,7 +137,7 @@ def test_the_headline_claims_no_more_than_the_tests():
         "2 seeds cannot show a difference between methods. In these runs fedheal has the lowest STD (6.4 points; fedavg: "
         "15.6) and the highest AVG (75.5 %; fedavg: 71.0)."
     )
-    many = [row(m, s, 80.0 + (s * k) % 5, 60.0) for m, k in (("fedavg", 2), ("fedheal", 3)) for s in range(8)]
+    many = [make_row(m, s, 80.0 + (s * k) % 5, 60.0) for m, k in (("fedavg", 2), ("fedheal", 3)) for s in range(8)]
     assert conclusions.write_headline(conclusions.analyse_rows(many)).startswith(
         "No difference to fedavg can be concluded from 8 seeds. In these runs "
     )
@@ -142,25 +148,25 @@ def test_the_headline_claims_no_more_than_the_tests():
 
 def test_leaders_have_the_numbers_of_the_table():
     """Over two seeds the first method's domains even out; in each of its runs they do not."""
-    found = [row("fedavg", 0, 90.0, 50.0), row("fedavg", 1, 50.0, 90.0)]
-    found += [row("fedheal", seed, 79.0, 60.0) for seed in (0, 1)]
-    leaders = conclusions.find_leaders(conclusions.analyse_rows(found))
+    rows = [make_row("fedavg", 0, 90.0, 50.0), make_row("fedavg", 1, 50.0, 90.0)]
+    rows += [make_row("fedheal", seed, 79.0, 60.0) for seed in (0, 1)]
+    leaders = conclusions.find_leaders(conclusions.analyse_rows(rows))
     # STD: 40 / sqrt 2 = 28.3 in both runs of fedavg, 19 / sqrt 2 = 13.4 in fedheal's; worst: 50 and 60.
     assert [(x.column, x.method, round(x.mean, 1), x.supported) for x in leaders] == [
         ("AVG", "fedavg", 70.0, False), ("STD", "fedheal", 13.4, False), ("worst", "fedheal", 60.0, False)
     ]  # fmt: skip
-    (table,) = build_tables(found)
+    (table,) = build_tables(rows)
     assert [m for m in table.cells if table.cells[m]["STD"].best] == ["fedheal"]
     assert [m for m in table.cells if table.cells[m]["worst"].best] == ["fedheal"]
 
 
 def test_csv_can_be_read_back(tmp_path):
-    found = list(csv.DictReader(io.StringIO(format_csv(ROWS))))
-    assert len(found) == 5
-    assert float(found[1]["accuracy.photo"]) == 84.0
-    assert found[1]["method"] == "fedavg"
-    assert float(found[0]["std"]) == pytest.approx(20 / 2**0.5)
-    assert found[0]["notes"] == ""
+    records = list(csv.DictReader(io.StringIO(format_csv(ROWS))))
+    assert len(records) == 5
+    assert float(records[1]["accuracy.photo"]) == 84.0
+    assert records[1]["method"] == "fedavg"
+    assert float(records[0]["std"]) == pytest.approx(20 / 2**0.5)
+    assert records[0]["notes"] == ""
     special = replace(ROWS[0], summaries=({**ROWS[0].summaries[0], "data_notes": ["over 3 of 4 domains", "small"]},))
     assert next(csv.DictReader(io.StringIO(format_csv([special]))))["notes"] == "over 3 of 4 domains; small"
 
@@ -168,20 +174,20 @@ def test_csv_can_be_read_back(tmp_path):
 def test_parquet_can_be_read_back(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     write_parquet(ROWS, tmp_path / "rows.parquet")
-    found = parquet.read_table(tmp_path / "rows.parquet").to_pylist()
-    assert [r["seed"] for r in found] == [0, 1, 0, 1, 0]
-    assert found[3]["accuracy.line_art"] == 72.0
+    records = parquet.read_table(tmp_path / "rows.parquet").to_pylist()
+    assert [r["seed"] for r in records] == [0, 1, 0, 1, 0]
+    assert records[3]["accuracy.line_art"] == 72.0
 
 
 def test_two_runs_of_one_method_and_seed_cannot_both_be_a_row():
     with pytest.raises(
         ValueError, match=r"fedavg with seed 0 was run twice \(runs/x and runs/y\): report them separately"
     ):
-        build_tables([*ROWS, row("fedavg", 0, 1.0, 2.0, "runs/y")])
+        build_tables([*ROWS, make_row("fedavg", 0, 1.0, 2.0, "runs/y")])
 
 
 def test_rows_over_other_domains_are_refused_by_name():
-    other = row("fedheal", 2, 80.0, 70.0, "runs/y")
+    other = make_row("fedheal", 2, 80.0, 70.0, "runs/y")
     other = replace(other, domains={"photo": 80.0, "sketch": 70.0})
     with pytest.raises(
         ValueError, match=r"'toy' are not over the same .* runs/x has photo, line_art and runs/y has photo"
@@ -190,43 +196,43 @@ def test_rows_over_other_domains_are_refused_by_name():
 
 
 def test_methods_that_share_no_seed_are_not_compared_and_the_others_are():
-    said = conclusions.conclude([*ROWS, row("fedavg+afl", 7, 80.0, 70.0)])
-    assert said[0] == "fedavg+afl and fedavg share no seed: they are not compared."
-    assert said[1:3] == conclusions.conclude(ROWS)[:2]
+    conclusion = conclusions.conclude([*ROWS, make_row("fedavg+afl", 7, 80.0, 70.0)])
+    assert conclusion[0] == "fedavg+afl and fedavg share no seed: they are not compared."
+    assert conclusion[1:3] == conclusions.conclude(ROWS)[:2]
 
 
 def test_data_sets_have_tables_of_their_own():
-    assert [t.data for t in build_tables([*ROWS, row("fedavg", 0, 1.0, 2.0, data="other")])] == ["toy", "other"]
+    assert [t.data for t in build_tables([*ROWS, make_row("fedavg", 0, 1.0, 2.0, data="other")])] == ["toy", "other"]
 
 
 def test_too_few_seeds_are_said_once_and_small_test_sets_are_named():
-    said = conclusions.conclude(ROWS)
-    assert said[0].startswith("2 seeds cannot show a difference at 0.05")
-    assert said[1] == "Observed against fedavg, in points: fedheal +4.50 in AVG; fedheal -9.19 in STD."
-    assert "photo (30 images" in said[2]
-    assert len(said) == 3
+    conclusion = conclusions.conclude(ROWS)
+    assert conclusion[0].startswith("2 seeds cannot show a difference at 0.05")
+    assert conclusion[1] == "Observed against fedavg, in points: fedheal +4.50 in AVG; fedheal -9.19 in STD."
+    assert "photo (30 images" in conclusion[2]
+    assert len(conclusion) == 3
 
 
 def test_enough_seeds_may_conclude():
-    many = [row("fedavg", s, 80.0 + s % 3, 60.0) for s in range(8)] + [
-        row("fedheal", s, 80.0 + s % 3, 70.0 + s % 2) for s in range(8)
+    many = [make_row("fedavg", s, 80.0 + s % 3, 60.0) for s in range(8)] + [
+        make_row("fedheal", s, 80.0 + s % 3, 70.0 + s % 2) for s in range(8)
     ]
-    said = conclusions.conclude(many)
-    assert any("fedheal" in s and "better" in s and "8 seeds" in s for s in said)
+    conclusion = conclusions.conclude(many)
+    assert any("fedheal" in s and "better" in s and "8 seeds" in s for s in conclusion)
 
 
 def test_a_reference_need_not_be_run_on_every_data_set():
-    other = [row("fedavg", 0, 80.0, 60.0, data="other"), row("scaffold", 0, 80.0, 70.0, data="other")]
-    said = format_report([*ROWS, *other], "text", "fedheal")
-    assert "There is no run of fedheal on other: fedavg is the reference there." in said
-    assert "Observed against fedheal, in points: fedavg -4.50 in AVG" in said
-    assert "Observed against fedavg, in points: scaffold +5.00 in AVG" in said
-    assert said.count("There is no run of") == 1
+    other = [make_row("fedavg", 0, 80.0, 60.0, data="other"), make_row("scaffold", 0, 80.0, 70.0, data="other")]
+    text = format_report([*ROWS, *other], "text", "fedheal")
+    assert "There is no run of fedheal on other: fedavg is the reference there." in text
+    assert "Observed against fedheal, in points: fedavg -4.50 in AVG" in text
+    assert "Observed against fedavg, in points: scaffold +5.00 in AVG" in text
+    assert text.count("There is no run of") == 1
     assert list_cautions(ROWS, "fedheal") == []
-    for refused in (format_report, lambda *words: render_page(words[0], reference=words[2]), figures_of):
+    for refused in (format_report, lambda *words: render_page(words[0], reference=words[2]), write_figures):
         with pytest.raises(ValueError, match="reference = bogus: use one of fedavg, fedheal, scaffold"):
             refused([*ROWS, *other], "text", "bogus")
 
 
-def figures_of(found, form, reference):
-    return figures.write_figures(found, Path("nowhere"), reference)
+def write_figures(rows, form, reference):
+    return figures.write_figures(rows, Path("nowhere"), reference)

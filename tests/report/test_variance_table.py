@@ -84,8 +84,8 @@ def test_a_report_shows_them_and_tests_nothing() -> None:
     narrow = format_report(CROSSED, "text", width=60).split("\n\n")[-2]
     assert narrow.startswith("fedavg, AVG\n  mean 26.75 ± 0.83  split 1.04 (68 %)")
     assert max(map(len, narrow.splitlines())) <= 60
-    found = _describe_components(CROSSED, "fedavg")
-    assert [line[:2] for line in found["table"][1:3]] == [["fedavg", "AVG"], ["", "STD"]]
+    components = _describe_components(CROSSED, "fedavg")
+    assert [line[:2] for line in components["table"][1:3]] == [["fedavg", "AVG"], ["", "STD"]]
 
 
 def test_the_table_counts_runs_and_its_errors_are_those_of_the_fewest_levels() -> None:

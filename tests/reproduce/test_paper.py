@@ -19,8 +19,8 @@ PRINTED = [
 
 @pytest.mark.parametrize(("data", "name", "numbers"), PRINTED)
 def test_avg_and_std_follow_from_the_domains(data, name, numbers):
-    found = fairness(dict(zip(paper.DOMAINS[data], numbers[:4], strict=True)))
-    follows = abs(found["avg"] - numbers[4]) < 0.011 and abs(found["std"] - numbers[5]) < 0.011
+    scores = fairness(dict(zip(paper.DOMAINS[data], numbers[:4], strict=True)))
+    follows = abs(scores["avg"] - numbers[4]) < 0.011 and abs(scores["std"] - numbers[5]) < 0.011
     assert follows != ((data, name) == ("digits", "fedproc+qffl"))
 
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 import fedheal
-from disk_hooks import Operation, watch
+from disk_hooks import Operation, raise_disk_full, watch
 from fedheal.core.state import METADATA, RunState
 from fedheal.runs import folder as records
 from fedheal.runs import lock
@@ -37,42 +37,42 @@ ARRAYS = {
 DESCRIBED = {"round": 3, "seed": 0, "sent": 12345, "received": 678, "aggregator": {"kind": "nothing", "clients": ["a"]}}
 
 
-def saved(folder: Path, number: int = 3) -> Path:
+def save_state(folder: Path, number: int = 3) -> Path:
     records.save_checkpoint(folder, number, ARRAYS, DESCRIBED, "me")
     return folder / "state" / f"{number:08d}.safetensors"
 
 
-def bits(result: Result) -> list[bytes]:
+def get_model_bytes(result: Result) -> list[bytes]:
     return [value.numpy().tobytes() for value in result.model.state_dict().values()]
 
 
-def go(folder: Path, resume: bool = True, **keys: Any) -> Result:
+def run_four_rounds(folder: Path, resume: bool = True, **keys: Any) -> Result:
     return fedheal.run(quick(save_seconds=0, rounds=4, **keys), folder, resume=resume, progress=False)
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with the states of rounds 3 and 4."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    go(folder, resume=False)
+    run_four_rounds(folder, resume=False)
     return folder
 
 
 @pytest.fixture
-def stopped(finished: Path, tmp_path: Path) -> Path:
-    """The same, as if killed right after the state of round 4 was saved."""
+def stopped_run(finished_run: Path, tmp_path: Path) -> Path:
+    """The same run, as if killed right after the state of round 4 was saved."""
     folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
+    shutil.copytree(finished_run, folder)
     for name in ("result.json", "model.safetensors"):
         (folder / name).unlink()
     return folder
 
 
-def model(folder: Path) -> bytes:
+def read_model(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-def newest(folder: Path) -> Path:
+def find_newest_state(folder: Path) -> Path:
     return records.list_checkpoints(folder)[0]
 
 
@@ -91,10 +91,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, mon
     path = tmp_path / "a.txt"
     records.write_text(path, "old")
 
-    def broken(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", broken)
+    monkeypatch.setattr(os, "fsync", raise_disk_full)
     with pytest.raises(OSError, match="No space left"):
         records.write_text(path, "new")
     with pytest.raises(OSError, match="No space left"):
@@ -109,7 +106,7 @@ def test_bytes_are_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "fsync", lambda d: (order.append("fsync"), fsync(d))[1])
     monkeypatch.setattr(Path, "replace", lambda p, to: (order.append("replace"), replace(p, to))[1])
     records.write_text(tmp_path / "a.txt", "text")
-    saved(tmp_path)
+    save_state(tmp_path)
     assert order[:2] == ["fsync", "replace"]
     assert order.index("fsync", 2) < order.index("replace", 2)
 
@@ -117,17 +114,17 @@ def test_bytes_are_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: p
 def test_tensors_come_back_and_tied_ones_too(tmp_path: Path) -> None:
     weight = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     records.save_tensors(tmp_path / "m", {"a": weight, "b": weight, "c": weight.t()})
-    found = records.load_tensors(tmp_path / "m")
-    assert torch.equal(found["a"], weight)
-    assert torch.equal(found["b"], weight)
-    assert torch.equal(found["c"], weight.t())
+    tensors = records.load_tensors(tmp_path / "m")
+    assert torch.equal(tensors["a"], weight)
+    assert torch.equal(tensors["b"], weight)
+    assert torch.equal(tensors["c"], weight.t())
 
 
 # States
 
 
 def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
-    arrays, described = records.load_checkpoint(saved(tmp_path), "me")
+    arrays, described = records.load_checkpoint(save_state(tmp_path), "me")
     assert described == DESCRIBED
     assert arrays.keys() == ARRAYS.keys()
     for name, array in ARRAYS.items():
@@ -137,10 +134,10 @@ def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_the_newest_two_states_are_kept_and_left_overs_cleared(tmp_path: Path) -> None:
     for number in (1, 2, 9, 10, 100):
-        saved(tmp_path, number)
+        save_state(tmp_path, number)
         (tmp_path / "state" / "00000050.safetensors.tmp").write_bytes(b"half")
     assert [path.stem for path in records.list_checkpoints(tmp_path)] == ["00000100", "00000010"]
-    saved(tmp_path, 101)
+    save_state(tmp_path, 101)
     assert sorted(p.name for p in (tmp_path / "state").iterdir()) == [
         "00000100.safetensors",
         "00000101.safetensors",
@@ -153,7 +150,7 @@ def test_there_are_no_states_before_the_first(tmp_path: Path) -> None:
 
 def test_a_state_of_another_experiment_is_refused(tmp_path: Path) -> None:
     with pytest.raises(records.CheckpointError, match=r"00000003\.safetensors belongs to another experiment"):
-        records.load_checkpoint(saved(tmp_path), "you")
+        records.load_checkpoint(save_state(tmp_path), "you")
 
 
 @pytest.mark.parametrize(
@@ -199,7 +196,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_state_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
-    path = saved(tmp_path)
+    path = save_state(tmp_path)
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
@@ -211,7 +208,7 @@ def test_a_state_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_state_with_any_byte_changed_is_refused(tmp_path: Path) -> None:
-    path = saved(tmp_path)
+    path = save_state(tmp_path)
     whole = path.read_bytes()
     chance = random.Random(0)
     accepted = []
@@ -296,139 +293,141 @@ def test_a_json_file_that_is_no_object_is_refused(tmp_path: Path) -> None:
 # A run that meets damaged files
 
 
-def empty(path: Path) -> None:
+def empty_file(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def half(path: Path) -> None:
+def truncate_file(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def flipped(path: Path) -> None:
+def flip_bit(path: Path) -> None:
     whole = bytearray(path.read_bytes())
     whole[-5] ^= 4
     path.write_bytes(bytes(whole))
 
 
-def other_round(path: Path) -> None:
-    """A later round than it is, by one flipped bit in its description."""
+def change_round(path: Path) -> None:
+    """Flip one bit of the round's number."""
     whole = path.read_bytes()
     at = re.search(rb'\\"round\\": ', whole)
     assert at is not None
     path.write_bytes(whole[: at.end()] + bytes([whole[at.end()] ^ 1]) + whole[at.end() + 1 :])
 
 
-def other_kind(path: Path) -> None:
-    """A description that cannot be read, though the tensors are whole."""
+def change_kind(path: Path) -> None:
+    """Damage the description, and leave the tensors whole."""
     whole = path.read_bytes()
     kind = rb"\"kind\": \"server\""
     assert kind in whole
     path.write_bytes(whole.replace(kind, kind.replace(b"server", b"cerver")))
 
 
-def foreign(path: Path) -> None:
+def replace_by_foreign_state(path: Path) -> None:
     arrays, described = records.load_checkpoint(path, quick(rounds=4).identity)
     folder = path.parents[2] / "foreign"
     folder.mkdir(exist_ok=True)
     records.save_checkpoint(folder, int(path.stem), arrays, described, "another experiment's")
-    shutil.copy(newest(folder), path)
+    shutil.copy(find_newest_state(folder), path)
 
 
-def roundless(path: Path) -> None:
-    """A checkpoint whose checksum is right, and that lacks its round and data."""
+def drop_round(path: Path) -> None:
+    """Write a checkpoint with a right checksum that lacks its round and data."""
     arrays, described = records.load_checkpoint(path, None)
     lacking = {key: value for key, value in described.items() if key not in ("round", "used")}
     records.save_checkpoint(path.parents[1], int(path.stem), arrays, lacking, quick(rounds=4).identity)
 
 
-DAMAGES = [empty, half, flipped, other_round, other_kind, foreign, roundless]
+DAMAGES = [empty_file, truncate_file, flip_bit, change_round, change_kind, replace_by_foreign_state, drop_round]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_newest_state_gives_way_to_the_one_before(
-    finished: Path, stopped: Path, damage: Callable[[Path], None]
+    finished_run: Path, stopped_run: Path, damage: Callable[[Path], None]
 ) -> None:
-    damage(newest(stopped))
-    result = go(stopped)
+    damage(find_newest_state(stopped_run))
+    result = run_four_rounds(stopped_run)
     assert [record.round for record in result.history] == [1, 2, 3, 4]
-    assert model(stopped) == model(finished)
-    assert [r.round for r in records.read_rounds(stopped)] == [1, 2, 3, 4]
+    assert read_model(stopped_run) == read_model(finished_run)
+    assert [r.round for r in records.read_rounds(stopped_run)] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_two_damaged_states_are_a_sentence_and_nothing_is_lost(stopped: Path, damage: Callable[[Path], None]) -> None:
-    for path in records.list_checkpoints(stopped):
+def test_two_damaged_states_are_a_sentence_and_nothing_is_lost(
+    stopped_run: Path, damage: Callable[[Path], None]
+) -> None:
+    for path in records.list_checkpoints(stopped_run):
         damage(path)
-    before = {p.name: p.read_bytes() for p in stopped.rglob("*") if p.is_file()}
-    with pytest.raises(ValueError, match=f"no checkpoint in {re.escape(str(stopped))} can be used") as error:
-        go(stopped)
+    before = {p.name: p.read_bytes() for p in stopped_run.rglob("*") if p.is_file()}
+    with pytest.raises(ValueError, match=f"no checkpoint in {re.escape(str(stopped_run))} can be used") as error:
+        run_four_rounds(stopped_run)
     assert "00000004.safetensors" in str(error.value)
     assert "00000003.safetensors" in str(error.value)
     assert "\n" not in str(error.value)
-    assert {p.name: p.read_bytes() for p in stopped.rglob("*") if p.is_file()} == before
+    assert {p.name: p.read_bytes() for p in stopped_run.rglob("*") if p.is_file()} == before
 
 
-def test_a_state_with_too_few_rounds_gives_way_to_the_one_before(finished: Path, stopped: Path) -> None:
-    lines = (stopped / "rounds.jsonl").read_text().splitlines(keepends=True)
-    (stopped / "rounds.jsonl").write_text("".join(lines[:3]) + lines[3][:30])
-    go(stopped)
-    assert model(stopped) == model(finished)
-    assert [r.round for r in records.read_rounds(stopped)] == [1, 2, 3, 4]
+def test_a_state_with_too_few_rounds_gives_way_to_the_one_before(finished_run: Path, stopped_run: Path) -> None:
+    lines = (stopped_run / "rounds.jsonl").read_text().splitlines(keepends=True)
+    (stopped_run / "rounds.jsonl").write_text("".join(lines[:3]) + lines[3][:30])
+    run_four_rounds(stopped_run)
+    assert read_model(stopped_run) == read_model(finished_run)
+    assert [r.round for r in records.read_rounds(stopped_run)] == [1, 2, 3, 4]
 
 
-def test_rounds_that_are_all_gone_are_a_sentence(stopped: Path) -> None:
-    (stopped / "rounds.jsonl").unlink()
+def test_rounds_that_are_all_gone_are_a_sentence(stopped_run: Path) -> None:
+    (stopped_run / "rounds.jsonl").unlink()
     with pytest.raises(ValueError, match=r"rounds\.jsonl lacks records of rounds"):
-        go(stopped)
+        run_four_rounds(stopped_run)
 
 
-def test_a_run_without_any_state_starts_again(finished: Path, stopped: Path) -> None:
-    shutil.rmtree(stopped / "state")
-    go(stopped)
-    assert model(stopped) == model(finished)
-    assert [r.round for r in records.read_rounds(stopped)] == [1, 2, 3, 4]
+def test_a_run_without_any_state_starts_again(finished_run: Path, stopped_run: Path) -> None:
+    shutil.rmtree(stopped_run / "state")
+    run_four_rounds(stopped_run)
+    assert read_model(stopped_run) == read_model(finished_run)
+    assert [r.round for r in records.read_rounds(stopped_run)] == [1, 2, 3, 4]
 
 
-def test_leftover_temporary_files_change_nothing(finished: Path, stopped: Path) -> None:
+def test_leftover_temporary_files_change_nothing(finished_run: Path, stopped_run: Path) -> None:
     for name in ("rounds.jsonl", "model.safetensors", "result.json", "experiment.toml", "state/00000004.safetensors"):
-        (stopped / f"{name}.tmp").write_bytes(b"half of somethi")
-    (stopped / "state" / "00000009.safetensors.tmp").write_bytes(b"")
-    go(stopped)
-    assert model(stopped) == model(finished)
+        (stopped_run / f"{name}.tmp").write_bytes(b"half of somethi")
+    (stopped_run / "state" / "00000009.safetensors.tmp").write_bytes(b"")
+    run_four_rounds(stopped_run)
+    assert read_model(stopped_run) == read_model(finished_run)
 
 
-def test_resuming_a_finished_run_changes_no_file(finished: Path, tmp_path: Path) -> None:
+def test_resuming_a_finished_run_changes_no_file(finished_run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
+    shutil.copytree(finished_run, folder)
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    result = go(folder)
+    result = run_four_rounds(folder)
     assert [record.round for record in result.history] == [1, 2, 3, 4]
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
 
 
-def test_a_finished_run_keeps_its_rounds_when_its_states_are_gone(finished: Path, tmp_path: Path) -> None:
+def test_a_finished_run_keeps_its_rounds_when_its_states_are_gone(finished_run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
+    shutil.copytree(finished_run, folder)
     shutil.rmtree(folder / "state")
-    result = go(folder)
+    result = run_four_rounds(folder)
     assert [record.round for record in result.history] == [1, 2, 3, 4]
-    assert (folder / "rounds.jsonl").read_bytes() == (finished / "rounds.jsonl").read_bytes()
+    assert (folder / "rounds.jsonl").read_bytes() == (finished_run / "rounds.jsonl").read_bytes()
 
 
-def test_a_finished_run_with_damaged_states_is_still_finished(finished: Path, tmp_path: Path) -> None:
+def test_a_finished_run_with_damaged_states_is_still_finished(finished_run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
+    shutil.copytree(finished_run, folder)
     for path in records.list_checkpoints(folder):
-        empty(path)
-    assert bits(go(folder)) == bits(go(finished))
+        empty_file(path)
+    assert get_model_bytes(run_four_rounds(folder)) == get_model_bytes(run_four_rounds(finished_run))
 
 
-def test_a_run_killed_before_its_description_was_written_can_be_resumed(finished: Path, tmp_path: Path) -> None:
+def test_a_run_killed_before_its_description_was_written_can_be_resumed(finished_run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "experiment.toml.tmp").write_text('name = ""\nmeth')
-    go(folder)
-    assert model(folder) == model(finished)
+    run_four_rounds(folder)
+    assert read_model(folder) == read_model(finished_run)
 
 
 class Intruder(fedheal.Callback):
@@ -436,12 +435,12 @@ class Intruder(fedheal.Callback):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def round(self, record: Any) -> None:
         with pytest.raises(ValueError, match="is in use by another run") as refused:
             fedheal.run(quick(rounds=2), self.folder, resume=True)
-        self.said.append(str(refused.value))
+        self.messages.append(str(refused.value))
 
 
 def test_two_runs_cannot_be_in_one_folder(tmp_path, monkeypatch):
@@ -449,9 +448,9 @@ def test_two_runs_cannot_be_in_one_folder(tmp_path, monkeypatch):
     alone = fedheal.run(quick(rounds=2), tmp_path / "alone")
     intruder = Intruder(tmp_path / "run")
     disturbed = fedheal.run(quick(rounds=2), tmp_path / "run", callbacks=[intruder])
-    assert len(intruder.said) == 2
-    assert str(tmp_path / "run") in intruder.said[0]
-    assert bits(disturbed) == bits(alone)
+    assert len(intruder.messages) == 2
+    assert str(tmp_path / "run") in intruder.messages[0]
+    assert get_model_bytes(disturbed) == get_model_bytes(alone)
     assert [record.round for record in records.read_rounds(tmp_path / "run")] == [1, 2]
     fedheal.run(quick(rounds=2), tmp_path / "run", resume=True)  # the lock went with the run
 
@@ -466,26 +465,26 @@ def test_a_run_waits_for_a_killed_one_that_is_still_ending(tmp_path):
 
 
 def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
-    def unable(*_: object) -> None:
+    def raise_no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("fcntl.flock", unable)
+    monkeypatch.setattr("fcntl.flock", raise_no_locks)
     assert fedheal.run(quick(rounds=1), tmp_path / "run").summary["rounds"] == 1
 
 
 # A result
 
 
-def test_every_field_of_a_result_has_its_kind(finished: Path) -> None:
-    """Or a field added to results would be the one that nobody checks."""
+def test_every_field_of_a_result_has_its_kind(finished_run: Path) -> None:
+    """Otherwise a new field of results would not be checked."""
     always = [name for name, field in RunResult.model_fields.items() if field.is_required()]
     later = {"by_class", "calibration", "engine", "evaluate", "schema_version"}  # which runs of 0.1 do not have
-    assert set(records.read_json(finished / "result.json")) == {*always, *later}
-    assert records.read_result(finished, always)["rounds"] == 4
+    assert set(records.read_json(finished_run / "result.json")) == {*always, *later}
+    assert records.read_result(finished_run, always)["rounds"] == 4
 
 
 @pytest.mark.parametrize(
-    ("said", "sentence"),
+    ("values", "sentence"),
     [
         ({"avg": "x"}, "avg must be a number, got 'x'"),
         ({"std": True}, "std must be a number, got True"),
@@ -496,10 +495,10 @@ def test_every_field_of_a_result_has_its_kind(finished: Path) -> None:
     ],
 )
 def test_a_result_of_the_wrong_kind_is_named_even_if_nobody_needs_it(
-    finished: Path, tmp_path: Path, said: dict[str, Any], sentence: str
+    finished_run: Path, tmp_path: Path, values: dict[str, Any], sentence: str
 ) -> None:
-    whole = records.read_json(finished / "result.json")
-    (tmp_path / "result.json").write_text(json.dumps(whole | said))
+    whole = records.read_json(finished_run / "result.json")
+    (tmp_path / "result.json").write_text(json.dumps(whole | values))
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'result.json'}: {sentence}") + "$"):
         records.read_result(tmp_path)
 
@@ -517,19 +516,19 @@ def test_a_crash_while_the_last_line_is_replaced_leaves_the_old_one_or_the_new_o
     for number in (1, 2):
         records.append_round(tmp_path, RoundRecord(round=number))
 
-    def stop(operation: Operation) -> None:
+    def check_rounds(operation: Operation) -> None:
         assert [record.round for record in records.read_rounds(tmp_path)] == [1, 2], operation
 
-    with watch(tmp_path, stop):
+    with watch(tmp_path, check_rounds):
         records.replace_last_round(tmp_path, RoundRecord(round=2, train_loss=0.5))
     assert [record.train_loss for record in records.read_rounds(tmp_path)] == [None, 0.5]
 
 
 def test_whoever_gets_the_lock_removes_temporary_files_of_killed_processes(tmp_path: Path) -> None:
-    """Also a checkpoint's: a process killed right after the last save of a run has not removed it, and no save follows."""
+    """This includes a checkpoint's file, if a process was killed right after the last save of a run."""
     (tmp_path / "state").mkdir()
     for name in ("model.safetensors.1a2b.tmp", "report.html", "state/3.safetensors", "state/3.safetensors.3c4d.tmp"):
         (tmp_path / name).touch()
     with lock.hold_lock(tmp_path):
-        left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-        assert left == {lock.LOCK, "report.html", "state/3.safetensors"}
+        remaining = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+        assert remaining == {lock.LOCK, "report.html", "state/3.safetensors"}

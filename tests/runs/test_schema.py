@@ -11,7 +11,7 @@ from fedheal.runs.schema import Fairness, RoundRecord, RunResult, check_result, 
 from fedheal.runs.summary import summarise_run
 
 
-def history() -> list[RoundRecord]:
+def make_history() -> list[RoundRecord]:
     seconds = {"train": 1.0, "aggregate": 0.5, "evaluate": 0.25}
     accuracies: list[dict[str, float]] = [{"b": 50.0}, {"b": 70.0, "a": 40.0}]
     return [RoundRecord(round=i, seconds=seconds, domains=accuracy) for i, accuracy in enumerate(accuracies, 1)]
@@ -30,7 +30,7 @@ def test_an_old_word_for_clients_without_a_usable_evaluation_is_read() -> None:
 
 def test_the_deviation_is_that_of_the_means_and_not_the_mean_of_the_rounds_deviations() -> None:
     uneven = [{"a": 0.0, "b": 10.0}, {"a": 10.0, "b": 0.0}]
-    rounds = [RoundRecord(round=i, domains=uneven[i % 2], seconds=history()[0].seconds) for i in range(1, 9)]
+    rounds = [RoundRecord(round=i, domains=uneven[i % 2], seconds=make_history()[0].seconds) for i in range(1, 9)]
     assert summarise_run(rounds)["std"] == 0.0
 
 
@@ -54,10 +54,10 @@ def test_a_report_of_the_wrong_type_is_refused_when_written() -> None:
 
 
 def test_a_summary_has_the_last_accuracies_of_each_unit_in_the_order_of_the_schema() -> None:
-    summary = summarise_run(history(), method="fedavg", data="digits", bytes_sent=3)
+    summary = summarise_run(make_history(), method="fedavg", data="digits", bytes_sent=3)
     assert summary["domains"] == {"b": 70.0, "a": 40.0}  # of two rounds, the last
     assert list(summary["domains"]) == ["b", "a"]
-    assert list(summarise_run(history(), sort_names=True)["domains"]) == ["a", "b"]
+    assert list(summarise_run(make_history(), sort_names=True)["domains"]) == ["a", "b"]
     assert (summary["averaged"], summary["validation"], summary["seconds"]["train"]) == (1, None, 2.0)
     assert list(summary) == [name for name in RunResult.model_fields if name in summary]
     with pytest.raises(ValueError, match="there is no seed"):
@@ -73,7 +73,7 @@ def test_the_domains_of_a_federations_clients_keep_their_name_in_the_file() -> N
 
 
 def test_a_result_has_the_fields_of_fairness_behind_its_domains() -> None:
-    """The order of `result.json`; the fields themselves are declared once."""
+    """The fields are declared once, and this is their order in `result.json`."""
     names = list(RunResult.model_fields)
     start = names.index("domains") + 1
     assert names[:2] == ["method", "algorithm"]

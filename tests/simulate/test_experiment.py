@@ -19,10 +19,10 @@ from fedheal.runs.schema import FREE, LATER_SETTINGS
 from fedheal.simulate.build import build_server_optimizer
 from fedheal.simulate.experiment import RUN_NAME_LENGTH, Experiment, parse_override
 from tiny_data import QUICK, quick
-from tiny_runs import bits
+from tiny_runs import get_model_bytes
 
 
-def again(experiment: Experiment) -> Experiment:
+def round_trip(experiment: Experiment) -> Experiment:
     return Experiment.of(tomllib.loads(experiment.to_toml()))
 
 
@@ -50,9 +50,9 @@ EXPERIMENTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("keys", EXPERIMENTS, ids=str)
 def test_out_as_toml_and_in_again_is_the_same_experiment(keys: dict[str, Any]) -> None:
     experiment = Experiment(**keys)
-    assert again(experiment) == experiment
-    assert again(experiment).identity == experiment.identity
-    assert again(experiment).to_toml() == experiment.to_toml()
+    assert round_trip(experiment) == experiment
+    assert round_trip(experiment).identity == experiment.identity
+    assert round_trip(experiment).to_toml() == experiment.to_toml()
 
 
 def test_adam_on_the_server_has_a_rate_and_momentum_of_its_own_which_the_file_says() -> None:
@@ -60,16 +60,16 @@ def test_adam_on_the_server_has_a_rate_and_momentum_of_its_own_which_the_file_sa
     adam = Experiment(server_optimizer="adam")
     assert (adam.server_lr, adam.server_momentum) == (0.01, 0.9)
     assert "server_lr = 0.01\nserver_momentum = 0.9\n" in adam.to_toml()
-    said = Experiment(server_optimizer="adam", server_lr=1, server_momentum=0)
-    assert (said.server_lr, said.server_momentum) == (1.0, 0.0)
-    assert (again(said).server_lr, again(said).server_momentum) == (1.0, 0.0)
+    explicit = Experiment(server_optimizer="adam", server_lr=1, server_momentum=0)
+    assert (explicit.server_lr, explicit.server_momentum) == (1.0, 0.0)
+    assert (round_trip(explicit).server_lr, round_trip(explicit).server_momentum) == (1.0, 0.0)
 
 
 def test_a_methods_server_optimiser_sets_the_fields() -> None:
     experiment = Experiment(method="fedheal+fedyogi:eta=0.1,eps=0.01")
     assert (experiment.server_optimizer, experiment.server_lr, experiment.server_momentum) == ("yogi", 0.1, 0.9)
     assert (experiment.server_beta2, experiment.server_eps) == (0.99, 0.01)
-    assert again(experiment) == experiment
+    assert round_trip(experiment) == experiment
     assert build_server_optimizer(experiment) == methods.get("fedheal+fedyogi:eta=0.1,eps=0.01").server
     with pytest.raises(
         ValueError, match=r"server_lr = 1 contradicts method 'fedavg\+fedadam', which brings server_lr = 0.01"
@@ -99,7 +99,7 @@ def test_another_schedule_drops_the_decay_of_a_file(tmp_path: Path) -> None:
 
 
 def test_fields_that_earlier_runs_lack_do_not_change_who_owns_a_checkpoint() -> None:
-    """At the values that those runs had. Otherwise they could not be resumed."""
+    """New fields have the values of those runs; otherwise they could not be resumed."""
     experiment = Experiment(method="fedavg")
     settings = experiment.to_dict()
     assert settings | LATER_SETTINGS == settings
@@ -110,7 +110,7 @@ def test_fields_that_earlier_runs_lack_do_not_change_who_owns_a_checkpoint() -> 
 
 @pytest.mark.slow
 def test_adam_on_the_server_learns_with_what_it_comes_with() -> None:
-    """Steps of up to 10 in every entry, as with a rate of 1 and no momentum, made the loss hundreds."""
+    """With a rate of 1 and no momentum, steps of up to 10 in every entry raised the loss to hundreds."""
     keys: dict[str, Any] = {"method": "fedavg", "rounds": 6, "epochs": 1, "samples_per_client": 40, "lr": 0.01}
     keys |= {"clients_per_domain": 1, "width": 4, "server_optimizer": "adam"}
     experiment = Experiment(**keys, model="small_cnn", device="cpu", eval_every=6)
@@ -122,28 +122,28 @@ def test_adam_on_the_server_learns_with_what_it_comes_with() -> None:
 @pytest.mark.parametrize("name", methods.names())
 def test_every_method_goes_out_and_in(name: str) -> None:
     experiment = Experiment(method=name)
-    assert again(experiment) == experiment
-    assert again(experiment).method_name == name
+    assert round_trip(experiment) == experiment
+    assert round_trip(experiment).method_name == name
 
 
 def test_a_method_given_as_a_value_is_the_same_experiment_as_its_name() -> None:
     method = methods.get("fedheal", tau=0.4)
     experiment = Experiment(method=method)
     assert experiment.identity == Experiment(method="fedheal", tau=0.4).identity
-    assert again(experiment).identity == experiment.identity
+    assert round_trip(experiment).identity == experiment.identity
 
 
 def test_a_runs_description_reproduces_it_bit_for_bit(tmp_path: Path) -> None:
     experiment = quick(method="fedheal:variant=released", tau=0.4, steps=3, participation=0.6, augment="crop", seed=9)
-    one = fedheal.run(experiment, tmp_path / "one", progress=False)
-    two = fedheal.run(Experiment.read(tmp_path / "one" / "experiment.toml"), progress=False)
-    assert bits(one.model) == bits(two.model)
-    assert one.domains == two.domains
+    first = fedheal.run(experiment, tmp_path / "one", progress=False)
+    second = fedheal.run(Experiment.read(tmp_path / "one" / "experiment.toml"), progress=False)
+    assert get_model_bytes(first.model) == get_model_bytes(second.model)
+    assert first.domains == second.domains
 
 
 def test_the_description_is_complete(tmp_path: Path) -> None:
-    """So that a later version with other defaults would run the same."""
-    said = {
+    """A later version with other defaults must run the same."""
+    fields = {
         "width": 4,
         "steps": 2,
         "clients_per_domain": 1,
@@ -159,8 +159,8 @@ def test_the_description_is_complete(tmp_path: Path) -> None:
         "ray_address": "auto",
         **dict.fromkeys(SEED_FIELDS, 1),
     }
-    text = tomllib.loads(Experiment(**said, samples_per_client=9, dirichlet=0.5).to_toml())
-    other = tomllib.loads(Experiment(**said, fraction=0.1, pathological=2).to_toml())  # instead of these
+    text = tomllib.loads(Experiment(**fields, samples_per_client=9, dirichlet=0.5).to_toml())
+    other = tomllib.loads(Experiment(**fields, fraction=0.1, pathological=2).to_toml())  # instead of these
     assert text.keys() | other.keys() == Experiment.model_fields.keys()
     assert text.keys() ^ other.keys() == {"samples_per_client", "fraction", "dirichlet", "pathological"}
     for word in ("tau=0.3", "beta=0.4", "variant=paper", "fphl=true", "fael=momentum"):
@@ -173,9 +173,9 @@ def test_the_description_is_complete(tmp_path: Path) -> None:
 def test_the_data_sets_protocol_applies_only_where_nothing_is_said() -> None:
     plain = Experiment()
     assert (plain.model, plain.rounds, plain.epochs, plain.batch_size, plain.lr) == ("small_cnn", 20, 2, 32, 0.01)
-    said = Experiment(data="embedded", model="resnet10", rounds=200, lr=0.001)
-    assert (said.model, said.rounds, said.lr) == ("resnet10", 200, 0.001)
-    assert (said.epochs, said.batch_size) == (2, 32)
+    explicit = Experiment(data="embedded", model="resnet10", rounds=200, lr=0.001)
+    assert (explicit.model, explicit.rounds, explicit.lr) == ("resnet10", 200, 0.001)
+    assert (explicit.epochs, explicit.batch_size) == (2, 32)
 
 
 def test_data_of_your_own_have_no_protocol() -> None:
@@ -197,7 +197,7 @@ def test_words_change_the_method_of_a_runs_own_description(tmp_path: Path) -> No
 
 
 def test_words_win_over_the_parameters_in_a_files_method(tmp_path: Path) -> None:
-    """Also over those that a run wrote there itself; all others stay as they are, those of the data's protocol too."""
+    """Words also replace parameters that a run wrote itself; all other values stay."""
     path = tmp_path / "e.toml"
     written = Experiment(method="fedprox:mu=0.5+fedheal:tau=0.2,beta=0.7", data="digits")
     path.write_text(written.to_toml())
@@ -332,14 +332,14 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("keys", "said"), WRONG, ids=[f"{i} {' '.join(keys)}" for i, (keys, _) in enumerate(WRONG)])
-def test_what_is_wrong_is_one_sentence_with_field_and_value(keys: dict[str, Any], said: list[str]) -> None:
+@pytest.mark.parametrize(("keys", "words"), WRONG, ids=[f"{i} {' '.join(keys)}" for i, (keys, _) in enumerate(WRONG)])
+def test_what_is_wrong_is_one_sentence_with_field_and_value(keys: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011  (looked at below)
         Experiment(**keys)
     sentence = str(error.value)
     assert not isinstance(error.value, ValidationError)
     assert "\n" not in sentence
-    for word in said:
+    for word in words:
         assert word in sentence, sentence
 
 
@@ -459,7 +459,7 @@ def test_a_long_name_is_cut_and_told_apart_by_a_hash() -> None:
 
 
 def test_names_among_runs_of_the_same_settings_stay_as_they_were() -> None:
-    """Folders of comparisons, of `fedheal reproduce` and of results/ have them."""
+    """Comparisons, `fedheal reproduce` and results/ use these names for folders."""
     assert Experiment(lr=0.02, rounds=5).folder_name == "fedavg+fedheal-embedded-seed0"
     for path in (Path(__file__).parents[2] / "results").glob("*/*/experiment.toml"):
         assert Experiment.read(path).folder_name == path.parent.name

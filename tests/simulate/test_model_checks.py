@@ -11,19 +11,19 @@ from tiny_data import Unpooled, load, quick, uneven
 
 
 @pytest.mark.parametrize(
-    ("model", "keys", "said"),
+    ("model", "keys", "message"),
     [
-        ("narrow", {}, r"model 'tiny_data:narrow' has 2 outputs, but the data set has 3 classes"),
+        ("one_class_fewer", {}, r"model 'tiny_data:one_class_fewer' has 2 outputs, but the data set has 3 classes"),
         ("lazy", {}, r"model 'tiny_data:lazy' has lazy layers, whose sizes are not set"),
         ("frozen", {}, "model 'tiny_data:frozen' has no parameter to train"),
         ("empty", {}, "model 'tiny_data:empty' has no parameter to train"),
-        ("broad", {}, r"model 'tiny_data:broad' does not fit images of shape \(3, 8, 8\)"),
-        ("Odd", {}, r"model 'tiny_data:Odd' gives a tuple for one image, not a tensor of shape \(1, 3\)"),
-        ("Secretive", {}, "model 'tiny_data:Secretive' cannot be averaged: .*extra_state.*is a dict"),
+        ("wide", {}, r"model 'tiny_data:wide' does not fit images of shape \(3, 8, 8\)"),
+        ("TwoOutputs", {}, r"model 'tiny_data:TwoOutputs' gives a tuple for one image, not a tensor of shape \(1, 3\)"),
+        ("WithExtraState", {}, "model 'tiny_data:WithExtraState' cannot be averaged: .*extra_state.*is a dict"),
         (
-            "Auxiliary",
+            "AuxiliaryOutput",
             {},
-            r"model 'tiny_data:Auxiliary' gives a tuple for 2 images in training, not a tensor of shape \(2, 3\)",
+            r"model 'tiny_data:AuxiliaryOutput' gives a tuple for 2 images in training, not a tensor of shape \(2, 3\)",
         ),
         (
             "Unpooled",
@@ -31,21 +31,21 @@ from tiny_data import Unpooled, load, quick, uneven
             r"model 'tiny_data:Unpooled' does not fit images of shape \(3, 8, 8\) in training \(mat1 and mat2 shapes",
         ),
         (
-            "Pooling",
+            "PoolingHead",
             {"method": "moon"},
-            r"`features` of model 'tiny_data:Pooling' give \(2, 4, 3, 3\) for 2 images, not a tensor of shape \(2, size\)",
+            r"`features` of model 'tiny_data:PoolingHead' give \(2, 4, 3, 3\) for 2 images, not a tensor of shape \(2, size\)",
         ),
         (
-            "Detached",
+            "DetachedOutput",
             {},
-            r"model 'tiny_data:Detached' does not fit .* in training \(element 0 of tensors does not require",
+            r"model 'tiny_data:DetachedOutput' does not fit .* in training \(element 0 of tensors does not require",
         ),
-        ("Viewing", {}, r"model 'tiny_data:Viewing' does not fit .* in training \(view size is not compatible"),
-        ("normed_flat", {"batch_size": 1}, "the last batch of client .* is a single image: use another batch_size"),
+        ("ViewsInput", {}, r"model 'tiny_data:ViewsInput' does not fit .* in training \(view size is not compatible"),
+        ("flat_batchnorm", {"batch_size": 1}, "the last batch of client .* is a single image: use another batch_size"),
     ],
 )
-def test_what_does_not_fit_is_said_first(tmp_path, model, keys, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_does_not_fit_is_said_first(tmp_path, model, keys, message):
+    with pytest.raises(ValueError, match=message):
         fedheal.run(quick(model=f"tiny_data:{model}", **keys), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -67,15 +67,15 @@ def test_sizes_of_images_that_nobody_trains_with_do_not_matter():
 
 
 def test_a_model_whose_batches_are_large_enough_is_not_refused(tmp_path):
-    run = fedheal.run(quick(model="tiny_data:normed_flat", rounds=1, batch_size=8), tmp_path / "run")
+    run = fedheal.run(quick(model="tiny_data:flat_batchnorm", rounds=1, batch_size=8), tmp_path / "run")
     assert run.summary["rounds"] == 1
 
 
 def test_a_single_image_that_no_step_reaches_is_no_obstacle():
-    assert fedheal.run(quick(model="tiny_data:normed_flat", rounds=1, batch_size=4, steps=3)).summary["rounds"] == 1
+    assert fedheal.run(quick(model="tiny_data:flat_batchnorm", rounds=1, batch_size=4, steps=3)).summary["rounds"] == 1
 
 
-@pytest.mark.parametrize("model", ["Unpooled", "Pooling"])
+@pytest.mark.parametrize("model", ["Unpooled", "PoolingHead"])
 def test_features_that_no_term_looks_at_may_be_anything(model):
     assert fedheal.run(quick(model=f"tiny_data:{model}", rounds=1)).summary["rounds"] == 1
 
@@ -86,23 +86,23 @@ def test_a_model_that_cannot_be_copied_is_not_refused_for_that():
 
 
 def test_trying_a_model_leaves_no_trace():
-    """Single images are tried too: one of 13 is left over."""
+    """The check also tries single images, since the last batch of 13 images has one."""
     before = torch.random.get_rng_state()
     module = build.build_federation(
-        quick(model="tiny_data:normed", batch_size=4), load(), torch.device("cpu")
+        quick(model="tiny_data:conv_batchnorm", batch_size=4), load(), torch.device("cpu")
     ).local_training.module
-    build.build_federation(quick(model="tiny_data:dropping", batch_size=4), load(), torch.device("cpu"))
+    build.build_federation(quick(model="tiny_data:dropout", batch_size=4), load(), torch.device("cpu"))
     assert torch.equal(torch.random.get_rng_state(), before)
-    made = build.build_module(quick(model="tiny_data:normed"), 3)
-    assert all(torch.equal(value, made.state_dict()[name]) for name, value in module.state_dict().items())
+    built = build.build_module(quick(model="tiny_data:conv_batchnorm"), 3)
+    assert all(torch.equal(value, built.state_dict()[name]) for name, value in module.state_dict().items())
     assert all(p.grad is None for p in module.parameters())
     assert module.training
 
 
 def test_a_gpu_without_memory_is_not_taken_for_a_model_that_does_not_fit(monkeypatch):
-    def full(*_: object) -> None:
+    def raise_out_of_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Unpooled, "forward", full)
+    monkeypatch.setattr(Unpooled, "forward", raise_out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
         fedheal.run(quick(model="tiny_data:Unpooled", rounds=1))

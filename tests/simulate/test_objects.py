@@ -20,7 +20,7 @@ from fedheal.runs.folder import read_toml
 from fedheal.runs.schema import RoundRecord
 from fedheal.simulate.objects import fingerprint_module, wrap_objects
 from tiny_data import quick
-from tiny_runs import bits
+from tiny_runs import get_model_bytes
 
 
 def run(out: Path | None = None, resume: bool = False, callbacks: Any = (), **keys: Any) -> fedheal.Result:
@@ -32,34 +32,43 @@ class Stop(fedheal.Callback):
         raise KeyboardInterrupt
 
 
-def shaped(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
+def build_from_shape(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
     channels, height, width = input_shape
     return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, num_classes))
 
 
-def keyworded(classes: int, depth: int = 1, *, input_shape: tuple[int, ...] = ()) -> nn.Module:
+def build_from_keywords(classes: int, depth: int = 1, *, input_shape: tuple[int, ...] = ()) -> nn.Module:
     assert depth == 1
-    return shaped(classes, input_shape)
+    return build_from_shape(classes, input_shape)
 
 
-def bare() -> nn.Module:
-    return shaped(3, (3, 8, 8))
+def build_without_arguments() -> nn.Module:
+    return build_from_shape(3, (3, 8, 8))
 
 
 def test_data_as_an_object_or_a_function_give_the_run_of_their_name() -> None:
     named = run()
     for data in (tiny_data.load(), tiny_data.load):
-        given = run(data=data)
-        assert bits(given.model) == bits(named.model)
-        assert given.domains == named.domains
-        assert given.summary["data_fingerprint"] == named.summary["data_fingerprint"]
+        by_object = run(data=data)
+        assert get_model_bytes(by_object.model) == get_model_bytes(named.model)
+        assert by_object.domains == named.domains
+        assert by_object.summary["data_fingerprint"] == named.summary["data_fingerprint"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [tiny_data.linear, shaped, keyworded, partial(keyworded, depth=1), bare])
+@pytest.mark.parametrize(
+    "model",
+    [
+        tiny_data.linear,
+        build_from_shape,
+        build_from_keywords,
+        partial(build_from_keywords, depth=1),
+        build_without_arguments,
+    ],
+)
 def test_a_function_builds_the_model_by_the_seed(model: Any) -> None:
-    assert bits(run(model=model).model) == bits(run().model)
-    assert bits(run(model=model, seed=1).model) == bits(run(seed=1).model)
+    assert get_model_bytes(run(model=model).model) == get_model_bytes(run().model)
+    assert get_model_bytes(run(model=model, seed=1).model) == get_model_bytes(run(seed=1).model)
 
 
 def test_the_package_s_own_builders_take_their_width() -> None:
@@ -71,12 +80,12 @@ def test_the_package_s_own_builders_take_their_width() -> None:
 def test_a_module_is_where_every_run_starts_and_stays_as_it_is() -> None:
     torch.manual_seed(5)
     module = tiny_data.linear(3)
-    before = bits(module)
-    one, other = run(model=module, lr=1e-12), run(model=module, lr=1e-12, seed=1)
-    for result in (one, other):
+    before = get_model_bytes(module)
+    first, other = run(model=module, lr=1e-12), run(model=module, lr=1e-12, seed=1)
+    for result in (first, other):
         for name, value in result.model.state_dict().items():
             torch.testing.assert_close(value, module.state_dict()[name])
-    assert bits(module) == before
+    assert get_model_bytes(module) == before
     experiment = quick(model=module)
     nn.init.zeros_(module[1].weight)  # as if the caller went on training it
     assert experiment.model != quick(model=module).model
@@ -103,47 +112,47 @@ def test_a_file_has_descriptions_which_change_with_the_object(tmp_path: Path) ->
 
 
 def test_a_run_resumes_with_the_same_object_only(tmp_path: Path) -> None:
-    data, whole = tiny_data.load(), run(data=tiny_data.load(), model=shaped)
+    data, whole = tiny_data.load(), run(data=tiny_data.load(), model=build_from_shape)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "run", callbacks=[Stop()], data=data, model=shaped, save_seconds=0)
+        run(tmp_path / "run", callbacks=[Stop()], data=data, model=build_from_shape, save_seconds=0)
     with pytest.raises(ValueError, match="belongs to another experiment"):
-        run(tmp_path / "run", True, data=replace(data, clients_per_domain=(1, 1, 1)), model=shaped)
+        run(tmp_path / "run", True, data=replace(data, clients_per_domain=(1, 1, 1)), model=build_from_shape)
     with pytest.raises(ValueError, match="belongs to another experiment"):
-        run(tmp_path / "run", True, data=data, model=keyworded)
-    resumed = run(tmp_path / "run", True, data=data, model=shaped)
-    assert bits(resumed.model) == bits(whole.model)
-    again = run(tmp_path / "run", True, data=data, model=shaped)  # finished
-    assert bits(again.model) == bits(whole.model)
+        run(tmp_path / "run", True, data=data, model=build_from_keywords)
+    resumed = run(tmp_path / "run", True, data=data, model=build_from_shape)
+    assert get_model_bytes(resumed.model) == get_model_bytes(whole.model)
+    again = run(tmp_path / "run", True, data=data, model=build_from_shape)  # finished
+    assert get_model_bytes(again.model) == get_model_bytes(whole.model)
 
 
 def test_a_function_that_builds_something_else_now_does_not_resume(tmp_path: Path) -> None:
     sizes = {"middle": 16}
 
-    def grown(classes: int) -> nn.Module:
+    def build_model(classes: int) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(192, sizes["middle"]), nn.Linear(sizes["middle"], classes))
 
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "run", callbacks=[Stop()], model=grown, save_seconds=0)
+        run(tmp_path / "run", callbacks=[Stop()], model=build_model, save_seconds=0)
     sizes["middle"] = 17
     with pytest.raises(ValueError, match=r"the model of .*run has changed since it was begun"):
-        run(tmp_path / "run", True, model=grown)
+        run(tmp_path / "run", True, model=build_model)
     sizes["middle"] = 16
-    run(tmp_path / "run", True, model=grown)
+    run(tmp_path / "run", True, model=build_model)
     sizes["middle"] = 17
     with pytest.raises(ValueError, match=r"the model of .*run has changed"):
-        run(tmp_path / "run", True, model=grown)
+        run(tmp_path / "run", True, model=build_model)
 
 
 def test_a_description_alone_does_not_run_and_loads_into_a_module(tmp_path: Path) -> None:
-    result = run(tmp_path / "run", data=tiny_data.load, model=shaped)
+    result = run(tmp_path / "run", data=tiny_data.load, model=build_from_shape)
     experiment = Experiment.read(tmp_path / "run" / "experiment.toml")
     with pytest.raises(ValueError, match=r"data = 'tiny@\w+' describes a Python object: .*Experiment\(data=\.\.\.\)"):
         fedheal.run(experiment, progress=False)
-    with pytest.raises(ValueError, match=r"model = 'shaped@\w+' describes a Python object"):
+    with pytest.raises(ValueError, match=r"model = 'build_from_shape@\w+' describes a Python object"):
         run(model=experiment.model)
-    with pytest.raises(ValueError, match=r"was a Python object, shaped@\w+: give load\(folder, module\)"):
+    with pytest.raises(ValueError, match=r"was a Python object, build_from_shape@\w+: give load\(folder, module\)"):
         fedheal.load(tmp_path / "run")
-    assert bits(fedheal.load(tmp_path / "run", tiny_data.linear(3))) == bits(result.model)
+    assert get_model_bytes(fedheal.load(tmp_path / "run", tiny_data.linear(3))) == get_model_bytes(result.model)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +164,10 @@ def test_a_description_alone_does_not_run_and_loads_into_a_module(tmp_path: Path
         ({"model": 3}, "model = 3: give a model's name"),
         ({"model": tiny_data.unable}, r"the model's function 'unable@\w+' raised RuntimeError: no weights here"),
         ({"model": lambda n: n}, r"the model's function '.*lambda.*@\w+' returned a int, not a torch\.nn\.Module"),
-        ({"model": lambda a, b, c: bare()}, r"raised TypeError: .*missing 1 required positional argument"),
+        (
+            {"model": lambda a, b, c: build_without_arguments()},
+            r"raised TypeError: .*missing 1 required positional argument",
+        ),
         ({"model": tiny_data.lazy(3)}, "model 'Sequential' has lazy layers"),
         (
             {"model": tiny_data.linear(3), "width": 16},
@@ -172,22 +184,24 @@ def test_an_object_that_does_not_do_is_a_sentence(keys: dict[str, Any], why: str
 
 
 def test_a_module_that_refuses_to_be_copied_is_a_sentence() -> None:
-    class Stuck(nn.Linear):
+    class NotCopyable(nn.Linear):
         def __deepcopy__(self, memo: Any) -> nn.Module:
             raise RuntimeError("not me")
 
-    with pytest.raises(ValueError, match=r"model 'Stuck' cannot be copied \(RuntimeError: not me\): give a function"):
-        quick(model=Stuck(2, 3))
+    with pytest.raises(
+        ValueError, match=r"model 'NotCopyable' cannot be copied \(RuntimeError: not me\): give a function"
+    ):
+        quick(model=NotCopyable(2, 3))
 
 
 def test_an_address_in_a_module_s_text_does_not_change_its_description() -> None:
-    class Telling(nn.Sequential):
+    class WithAddress(nn.Sequential):
         def extra_repr(self) -> str:
             return f"made by {object()}"
 
-    assert quick(model=Telling(*tiny_data.linear(3))).model != quick(model=Telling(*tiny_data.linear(3))).model
+    assert quick(model=WithAddress(*tiny_data.linear(3))).model != quick(model=WithAddress(*tiny_data.linear(3))).model
     layers = tiny_data.linear(3)
-    assert quick(model=Telling(*layers)).model == quick(model=Telling(*layers)).model
+    assert quick(model=WithAddress(*layers)).model == quick(model=WithAddress(*layers)).model
 
 
 def test_a_model_that_does_not_cross_processes_is_refused_with_the_remedy() -> None:
@@ -215,7 +229,7 @@ def test_a_result_is_one_line_and_a_data_frame(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_is_written_at_a_prompt_is_known_by_its_code() -> None:
-    """There is no source there; each of these has other code, and the first two the same structure and values."""
+    """Code at a prompt has no source; each function has other code, and the networks have the same structure and values."""
     descriptions = set()
     for body in (
         "self.layer(x)",

@@ -26,12 +26,12 @@ def select(**keys: Any) -> Tensor | None:
 
 
 def load_inverted() -> Domains:
-    """Other images, as many."""
+    """Load the data with inverted training images."""
     return replace_training_images(lambda domain: Split(255 - domain.train.images, domain.train.labels))
 
 
 def load_test_images() -> Domains:
-    """The images that the clients are tested on, as training images."""
+    """Load the data with its test images for training."""
     return replace_training_images(lambda domain: domain.test)
 
 
@@ -48,9 +48,9 @@ def test_no_client_holds_a_public_image() -> None:
     """120 training images, of which five clients hold 93; the others are public, in an order set by the seed."""
     fed = build_federation(quick(method="fccl", validation=0.25), load(), CPU)
     public = list_images(fed.local_training.public)
-    held = [*fed.local_training.examples.values(), *fed.validation.values()]
+    client_splits = [*fed.local_training.examples.values(), *fed.validation.values()]
     assert len(set(public)) == 27
-    assert not set(public) & {image for split in held for image in list_images(split.images)}
+    assert not set(public) & {image for split in client_splits for image in list_images(split.images)}
     assert not set(public) & {image for domain in load().domains for image in list_images(domain.test.images)}
     assert list_images(select()) == public != list_images(select(split_seed=1))
     assert list_images(select(public_images=5)) == public[:5]
@@ -68,7 +68,7 @@ def test_other_methods_have_no_public_images() -> None:
 def test_another_data_set_is_used_whole() -> None:
     """All its training images may be drawn, if they have the shape of the clients' images."""
     with pytest.raises(ValueError, match=r"of 'many' has the shape \(3, 32, 32\), but the clients' .* \(3, 8, 8\)"):
-        select(public="tiny_data:many")
+        select(public="tiny_data:load_many_clients")
     with pytest.raises(ValueError, match="public = 'embeded': there is no data set 'embeded'"):
         select(public="embeded")
     assert len(select(public=f"{__name__}:load_inverted")) == 120
@@ -79,8 +79,8 @@ def test_images_of_another_data_set_that_clients_use_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same images under another name: clients hold 93 of 120. Images for testing are never public."""
-    monkeypatch.setenv("TINY_DATA_TOLD", str(tmp_path / "told"))
-    assert sorted(list_images(select(public="tiny_data:told"))) == sorted(list_images(select()))
+    monkeypatch.setenv("TINY_DATA_LOG", str(tmp_path / "log"))
+    assert sorted(list_images(select(public="tiny_data:load_and_log"))) == sorted(list_images(select()))
     with pytest.raises(ValueError, match="42 training images, and clients hold or are tested on at least 41 of them"):
         select(public=f"{__name__}:load_test_images")
 

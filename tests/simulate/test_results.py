@@ -19,7 +19,7 @@ from fedheal.runs.schema import RoundRecord
 from fedheal.simulate.devices import describe_hardware
 from fedheal.simulate.experiment import Experiment
 from tiny_data import CLIENTS, TEST, linear, load, quick
-from tiny_runs import IDS, Stop, bits, run
+from tiny_runs import IDS, Stop, get_model_bytes, run
 
 # What is evaluated
 
@@ -35,7 +35,7 @@ def test_evaluation_every_so_many_rounds_and_in_the_last(rounds: int, every: int
 
 
 def test_evaluating_less_often_does_not_change_the_model() -> None:
-    assert bits(run(rounds=4).model) == bits(run(rounds=4, eval_every=3).model)
+    assert get_model_bytes(run(rounds=4).model) == get_model_bytes(run(rounds=4, eval_every=3).model)
 
 
 def test_accuracy_is_of_the_final_model_on_each_domain_and_on_each_clients_share() -> None:
@@ -77,20 +77,20 @@ def test_the_result_has_the_calibration_of_the_final_model() -> None:
     (confidence, predicted), rows = p.max(dim=1), torch.arange(len(test))
     bins = np.digitize(confidence, np.linspace(0, 1, 16), right=True)
     gaps = [abs(float(((predicted == test.labels).double() - confidence)[bins == b].sum())) for b in range(1, 16)]
-    found = result.summary["calibration"]["dark"]
-    assert found["ece"] == pytest.approx(100 * sum(gaps) / len(test), abs=1e-4)
-    assert found["nll"] == pytest.approx(float(-p[rows, test.labels].log().mean()), abs=1e-5)
+    calibration = result.summary["calibration"]["dark"]
+    assert calibration["ece"] == pytest.approx(100 * sum(gaps) / len(test), abs=1e-4)
+    assert calibration["nll"] == pytest.approx(float(-p[rows, test.labels].log().mean()), abs=1e-5)
     target = torch.nn.functional.one_hot(test.labels, p.shape[1])
-    assert found["brier"] == pytest.approx(float((p - target).square().sum(dim=1).mean()), abs=1e-5)
-    assert len(json.dumps(found)) < 70  # bytes that a domain adds to result.json; rounds.jsonl does not grow
+    assert calibration["brier"] == pytest.approx(float((p - target).square().sum(dim=1).mean()), abs=1e-5)
+    assert len(json.dumps(calibration)) < 70  # bytes that a domain adds to result.json; rounds.jsonl does not grow
 
 
 def test_results_are_means_of_the_last_quarter_of_the_evaluated_rounds() -> None:
     result = run(rounds=23, eval_every=2, lr=0.0006)
-    judged = [record for record in result.history if record.domains is not None]
-    assert [record.round for record in judged[-4:]] == [18, 20, 22, 23]
+    evaluated = [record for record in result.history if record.domains is not None]
+    assert [record.round for record in evaluated[-4:]] == [18, 20, 22, 23]
     assert result.summary["averaged"] == 3
-    means = {d: sum(record.domains[d] for record in judged[-3:]) / 3 for d in TEST}
+    means = {d: sum(record.domains[d] for record in evaluated[-3:]) / 3 for d in TEST}
     assert dict(result.domains) == pytest.approx(means)
     average = sum(means.values()) / 3
     assert result.avg == pytest.approx(average)
@@ -121,7 +121,7 @@ def test_a_domain_without_test_examples_is_a_sentence(monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_experiments_on_the_embedded_digits_learn() -> None:
-    """One round of the real thing, a little of it: better than chance on the easy domain."""
+    """One short round on the embedded digits is better than chance on the easy domain."""
     experiment = Experiment(rounds=3, epochs=1, clients_per_domain=1, width=4, eval_every=3, device="cpu")
     result = fedheal.run(experiment, progress=False)
     assert list(result.domains) == ["handwritten", "print", "street", "display"]
@@ -135,8 +135,8 @@ def test_a_result_has_its_fields_and_says_what_its_file_says(tmp_path: Path) -> 
     result = fedheal.run(quick(tau=0.4, seed=2), tmp_path / "run", progress=False)
     summary = json.loads((tmp_path / "run" / "result.json").read_text())
     assert summary == dict(result.summary)
-    wanted = {"method", "data", "seed", "rounds", "domains", "avg", "std", "worst", "device", "precision", "threads"}
-    assert wanted | {"bytes_sent", "bytes_received", "versions", "data_fingerprint"} <= summary.keys()
+    expected = {"method", "data", "seed", "rounds", "domains", "avg", "std", "worst", "device", "precision", "threads"}
+    assert expected | {"bytes_sent", "bytes_received", "versions", "data_fingerprint"} <= summary.keys()
     assert (summary["method"], summary["data"]) == ("fedavg+fedheal:tau=0.4", "tiny_data:load")
     assert (summary["seed"], summary["rounds"], summary["device"], summary["threads"]) == (2, 3, "cpu", 1)
     assert summary["precision"] == "fp32"
@@ -166,7 +166,9 @@ def test_every_round_is_a_line_with_what_happened(tmp_path: Path) -> None:
         assert all(seconds >= 0 for seconds in line["seconds"].values())
 
 
-@pytest.mark.parametrize("model", ["tiny_data:linear", "tiny_data:normed", "tiny_data:dropping", "tiny_data:tied"])
+@pytest.mark.parametrize(
+    "model", ["tiny_data:linear", "tiny_data:conv_batchnorm", "tiny_data:dropout", "tiny_data:tied_weights"]
+)
 def test_load_gives_a_module_with_the_same_outputs(model: str, tmp_path: Path) -> None:
     result = fedheal.run(quick(model=model), tmp_path / "run", progress=False)
     loaded = fedheal.load(tmp_path / "run")
@@ -203,24 +205,24 @@ def test_a_string_is_a_folder_too_and_parents_are_made(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b" / "c" / "result.json").exists()
 
 
-class Diary(fedheal.Callback):
+class RecordEvents(fedheal.Callback):
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.events: list[Any] = []
 
     def started(self, experiment: Mapping[str, Any], done: Sequence[RoundRecord]) -> None:
-        self.told.append(("started", experiment["method"], len(done)))
+        self.events.append(("started", experiment["method"], len(done)))
 
     def round(self, record: RoundRecord) -> None:
-        self.told.append(record.round)
+        self.events.append(record.round)
 
     def finished(self, result: Mapping[str, Any]) -> None:
-        self.told.append(("finished", result["avg"]))
+        self.events.append(("finished", result["avg"]))
 
 
 def test_callbacks_are_told_in_order() -> None:
-    one, two = Diary(), Diary()
-    result = fedheal.run(quick(), callbacks=[one, fedheal.Callback(), two], progress=False)
-    assert one.told == two.told == [("started", "fedavg+fedheal", 0), 1, 2, 3, ("finished", result.avg)]
+    first, second = RecordEvents(), RecordEvents()
+    result = fedheal.run(quick(), callbacks=[first, fedheal.Callback(), second], progress=False)
+    assert first.events == second.events == [("started", "fedavg+fedheal", 0), 1, 2, 3, ("finished", result.avg)]
 
 
 def test_a_callback_hears_of_a_round_once_it_is_on_disk(tmp_path: Path) -> None:
@@ -240,6 +242,6 @@ def test_a_callback_hears_of_a_round_once_it_is_on_disk(tmp_path: Path) -> None:
 def test_a_resumed_run_tells_how_far_it_was(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         fedheal.run(quick(save_seconds=0), tmp_path / "run", callbacks=[Stop()], progress=False)
-    diary = Diary()
+    diary = RecordEvents()
     fedheal.run(quick(), tmp_path / "run", resume=True, callbacks=[diary], progress=False)
-    assert diary.told[:2] == [("started", "fedavg+fedheal", 2), 3]
+    assert diary.events[:2] == [("started", "fedavg+fedheal", 2), 3]

@@ -20,26 +20,28 @@ from fedheal.simulate.build import build_federation
 from fedheal.simulate.federation import Federation
 from fedheal.simulate.round import drops_out, initial_state, run_round, sample_cohort
 from tiny_data import CLIENTS, SAMPLES, load, quick
-from tiny_runs import IDS, bits, federation, run
+from tiny_runs import IDS, get_model_bytes, make_federation, run
 
 # Who takes part
 
 
 def test_the_split_does_not_depend_on_rounds_method_or_participation() -> None:
-    def held(fed: Federation) -> dict[str, bytes]:
+    def get_client_images(fed: Federation) -> dict[str, bytes]:
         return {client: split.images.numpy().tobytes() for client, split in fed.local_training.examples.items()}
 
-    one = held(federation())
-    assert one == held(federation(rounds=50, method="fedavg", participation=0.2, lr=1.0, batch_size=3))
-    assert one != held(federation(seed=1))
-    assert {client: len(split) for client, split in federation().local_training.examples.items()} == {
+    first = get_client_images(make_federation())
+    assert first == get_client_images(
+        make_federation(rounds=50, method="fedavg", participation=0.2, lr=1.0, batch_size=3)
+    )
+    assert first != get_client_images(make_federation(seed=1))
+    assert {client: len(split) for client, split in make_federation().local_training.examples.items()} == {
         f"{domain}-{i}": SAMPLES[domain] for domain in CLIENTS for i in range(CLIENTS[domain])
     }
 
 
 def test_the_order_in_which_clients_train_changes_nothing() -> None:
-    def first(order: int) -> tuple[RunState, RoundRecord]:
-        fed = federation(model="tiny_data:dropping")
+    def run_first_round(order: int) -> tuple[RunState, RoundRecord]:
+        fed = make_federation(model="tiny_data:dropout")
         return run_round(
             fed,
             initial_state(fed),
@@ -48,16 +50,16 @@ def test_the_order_in_which_clients_train_changes_nothing() -> None:
             ),
         )
 
-    (forward, one), (backward, two) = first(1), first(-1)
-    assert (one.replied, two.replied) == (5, 5)
-    assert not torch.equal(forward.model.params, initial_state(federation(model="tiny_data:dropping")).model.params)
+    (forward, first), (backward, second) = run_first_round(1), run_first_round(-1)
+    assert (first.replied, second.replied) == (5, 5)
+    assert not torch.equal(forward.model.params, initial_state(make_federation(model="tiny_data:dropout")).model.params)
     assert torch.equal(forward.model.params, backward.model.params)
-    assert dict(one.weights) == dict(two.weights)
+    assert dict(first.weights) == dict(second.weights)
 
 
 @pytest.mark.parametrize(("participation", "size"), [(1.0, 5), (0.6, 3), (0.4, 2), (0.2, 1), (0.001, 1), (0.99, 5)])
 def test_cohorts_have_the_share_that_was_asked_for(participation: float, size: int) -> None:
-    fed = federation(participation=participation)
+    fed = make_federation(participation=participation)
     for number in range(1, 30):
         cohort = sample_cohort(fed, 0, number)
         assert len(cohort) == size
@@ -66,7 +68,7 @@ def test_cohorts_have_the_share_that_was_asked_for(participation: float, size: i
 
 
 def test_cohorts_differ_by_round_and_reach_everyone_evenly() -> None:
-    fed = federation(participation=0.4)
+    fed = make_federation(participation=0.4)
     cohorts = [sample_cohort(fed, 0, number) for number in range(1, 1001)]
     counts = np.array([sum(client in cohort for cohort in cohorts) for client in IDS])
     assert len({tuple(cohort) for cohort in cohorts}) == 10  # all pairs of five
@@ -75,7 +77,7 @@ def test_cohorts_differ_by_round_and_reach_everyone_evenly() -> None:
 
 def test_replies_are_counted_apart_from_the_cohort() -> None:
     result = run(dropout=0.5, rounds=12)
-    fed = federation(dropout=0.5)
+    fed = make_federation(dropout=0.5)
     for record in result.history:
         present = [c for c in IDS if not drops_out(fed, 0, record.round, c)]
         assert (record.cohort, record.replied) == (5, len(present))
@@ -85,7 +87,7 @@ def test_replies_are_counted_apart_from_the_cohort() -> None:
 
 
 def test_drop_outs_have_their_own_chance_by_client_and_round() -> None:
-    fed = federation(dropout=0.3)
+    fed = make_federation(dropout=0.3)
     out = np.array([[drops_out(fed, 0, number, client) for client in IDS] for number in range(400)])
     assert abs(out.mean(axis=0) - 0.3).max() < 0.1  # sqrt(0.21 / 400) = 0.023
     assert len({tuple(row) for row in out.tolist()}) > 20
@@ -101,8 +103,8 @@ OPTIMISERS = [
 
 @pytest.mark.parametrize("server", OPTIMISERS, ids=str)
 def test_a_round_in_which_everyone_drops_out_leaves_the_model(server: dict[str, Any]) -> None:
-    keys = {"dropout": 0.9, "model": "tiny_data:normed", "rounds": 12} | server
-    fed = federation(**keys)
+    keys = {"dropout": 0.9, "model": "tiny_data:conv_batchnorm", "rounds": 12} | server
+    fed = make_federation(**keys)
     empty = [n for n in range(1, 13) if all(drops_out(fed, 0, n, c) for c in IDS)]
     assert empty, "no such round: take another seed"
     assert empty[-1] > 3, "no such round after a full one: take another seed"
@@ -121,7 +123,7 @@ def test_a_round_in_which_everyone_drops_out_leaves_the_model(server: dict[str, 
 
 
 def test_bytes_are_counted_both_ways() -> None:
-    result = run(model="tiny_data:normed", participation=0.6, dropout=0.4, rounds=6)
+    result = run(model="tiny_data:conv_batchnorm", participation=0.6, dropout=0.4, rounds=6)
     model = result.model.state_dict()
     params = 3 * 4 * 9 + 4 + 4 + 4 + 4 * 64 * 3 + 3
     assert sum(t.numel() for t in model.values()) == params + 8 + 1
@@ -140,42 +142,42 @@ SERVERS = [{"server_lr": 0.5}, {"server_momentum": 0.9}, {"server_optimizer": "a
 )
 def test_a_servers_step_that_a_method_has_no_room_for_is_refused(method: str, why: str, server: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"server_lr = .*{why}.*; use 'sgd', server_lr=1 and server_momentum=0$"):
-        federation(method=method, validation=0.25, **server)
-    federation(method=method, validation=0.25, server_lr=1)
-    federation(method="ditto", **server)
+        make_federation(method=method, validation=0.25, **server)
+    make_federation(method=method, validation=0.25, server_lr=1)
+    make_federation(method="ditto", **server)
 
 
 # Bad updates
 
 
-def diverging(kind: str) -> dict[str, Any]:
+def make_diverging_fields(kind: str) -> dict[str, Any]:
     return {"lr": 1e30, "model": f"tiny_data:{kind}"}
 
 
-@pytest.mark.parametrize("kind", ["linear", "normed"])
+@pytest.mark.parametrize("kind", ["linear", "conv_batchnorm"])
 @pytest.mark.parametrize("method", ["fedavg", "fedheal", "fael-exact"])
 def test_a_diverging_client_is_an_error_that_names_it(kind: str, method: str) -> None:
     with pytest.raises(ValueError, match=r"client 'dark-0': its .* NaN.*on_bad_update='skip'"):
-        run(method=method, **diverging(kind))
+        run(method=method, **make_diverging_fields(kind))
 
 
-@pytest.mark.parametrize("kind", ["linear", "normed"])
+@pytest.mark.parametrize("kind", ["linear", "conv_batchnorm"])
 @pytest.mark.parametrize("method", ["fedavg", "fedheal", "fael-exact"])
 def test_diverging_clients_are_skipped_counted_and_leave_the_model(kind: str, method: str, tmp_path: Path) -> None:
-    experiment = quick(method=method, on_bad_update="skip", **diverging(kind))
+    experiment = quick(method=method, on_bad_update="skip", **make_diverging_fields(kind))
     result = fedheal.run(experiment, tmp_path / "run", progress=False)
     for record in result.history:
         assert sorted(record.report["skipped"]) == IDS
         assert set(record.weights.values()) == {0.0}
         assert record.replied == 5
     before = build_federation(experiment, load(), torch.device("cpu")).local_training.module
-    assert bits(result.model) == bits(before)
+    assert get_model_bytes(result.model) == get_model_bytes(before)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "fedheal", "scaffold", "feddyn", "moon", "ditto", "fedbn", "fpl"])
 def test_a_skipped_client_counts_as_absent(method: str) -> None:
-    """The same bits as a round in which it did not reply, also in what the aggregator remembers."""
+    """Model and aggregator have the bits of a round in which the client did not reply."""
 
     def make_engine(fed: Federation, broken: bool):
         def train(model, shared, tasks):
@@ -191,7 +193,7 @@ def test_a_skipped_client_counts_as_absent(method: str) -> None:
 
     ends = []
     for broken in (True, False):
-        fed = federation(on_bad_update="skip", method=method, model="tiny_data:featured")
+        fed = make_federation(on_bad_update="skip", method=method, model="tiny_data:feature_model")
         state = initial_state(fed)
         for _ in range(3):
             state, record = run_round(fed, state, make_engine(fed, broken))
@@ -220,7 +222,7 @@ def test_a_servers_step_never_makes_the_model_infinite(server: dict[str, Any], p
 
 def test_a_step_of_a_term_that_overflows_ends_the_round_it_happens_in() -> None:
     """FedDyn broadcasts W + delta - h/alpha: with deltas of 2e38 that is 4e38, beyond float32; every update is finite."""
-    fed = federation(method="feddyn")
+    fed = make_federation(method="feddyn")
 
     def train(model, shared, tasks):
         for task in tasks:
@@ -233,7 +235,7 @@ def test_a_step_of_a_term_that_overflows_ends_the_round_it_happens_in() -> None:
 
 def test_a_term_message_that_overflows_ends_the_round_it_happens_in() -> None:
     """The sum of the changes of SCAFFOLD's controls is beyond float32; every update and every message is finite."""
-    fed = federation(method="scaffold")
+    fed = make_federation(method="scaffold")
 
     def train(model, shared, tasks):
         for task in tasks:

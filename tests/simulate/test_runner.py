@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 import fedheal
 from fedheal import Method
@@ -23,16 +22,8 @@ from fedheal.runs.schema import RoundRecord
 from fedheal.simulate import runner
 from fedheal.simulate.devices import resolve_device
 from fedheal.simulate.experiment import Experiment
-from fedheal.simulate.runner import Result
 from tiny_data import load, quick
-
-
-def run(**keys: Any) -> Result:
-    return fedheal.run(quick(**keys), progress=False)
-
-
-def bits(module: torch.nn.Module) -> dict[str, bytes]:
-    return {name: value.numpy().tobytes() for name, value in module.state_dict().items()}
+from tiny_runs import get_model_bytes, run
 
 
 def test_a_method_of_ones_own_can_be_resumed_and_loaded(tmp_path):
@@ -68,26 +59,26 @@ class StopAt(fedheal.Callback):
 def test_a_run_does_not_go_on_with_other_data(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         fedheal.run(quick(), tmp_path / "run", callbacks=[StopAt(2)])
-    given = load()
-    first = given.domains[0]
+    dataset = load()
+    first = dataset.domains[0]
     images = first.test.images.clone()
     images[0, 0, 0, 0] ^= 1
     other = replace(first, test=replace(first.test, images=images))
-    monkeypatch.setattr("tiny_data.load", lambda: replace(given, domains=(other, *given.domains[1:])))
+    monkeypatch.setattr("tiny_data.load", lambda: replace(dataset, domains=(other, *dataset.domains[1:])))
     with pytest.raises(ValueError, match=r"the data of .*run have changed since it was begun"):
         fedheal.run(quick(), tmp_path / "run", resume=True)
     monkeypatch.undo()
     assert len(fedheal.run(quick(), tmp_path / "run", resume=True).history) == 3
 
 
-class Unable(fedheal.Callback):
+class FailAtStart(fedheal.Callback):
     def started(self, experiment: Mapping[str, Any], done: Sequence[RoundRecord]) -> None:
         raise ValueError("the tracker does not answer")
 
 
 def test_what_stopped_before_its_first_round_is_not_in_the_way(tmp_path):
     with pytest.raises(ValueError, match="does not answer"):
-        fedheal.run(quick(), tmp_path / "run", callbacks=[Unable()])
+        fedheal.run(quick(), tmp_path / "run", callbacks=[FailAtStart()])
     fedheal.run(quick(), tmp_path / "run")
     with pytest.raises(ValueError, match=r"is finished: `fedheal report .*run` shows it"):
         fedheal.run(quick(), tmp_path / "run")
@@ -96,20 +87,20 @@ def test_what_stopped_before_its_first_round_is_not_in_the_way(tmp_path):
 def test_however_often_it_stopped_there(tmp_path):
     for _ in range(3):
         with pytest.raises(ValueError, match="does not answer"):
-            fedheal.run(quick(), tmp_path / "run", callbacks=[Unable()])
-    assert bits(fedheal.run(quick(), tmp_path / "run").model) == bits(run().model)
+            fedheal.run(quick(), tmp_path / "run", callbacks=[FailAtStart()])
+    assert get_model_bytes(fedheal.run(quick(), tmp_path / "run").model) == get_model_bytes(run().model)
 
 
 def test_other_classes_are_other_data(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         fedheal.run(quick(), tmp_path / "run", callbacks=[StopAt(2)])
-    given = load()
-    monkeypatch.setattr("tiny_data.load", lambda: replace(given, classes=(*given.classes, "another")))
+    dataset = load()
+    monkeypatch.setattr("tiny_data.load", lambda: replace(dataset, classes=(*dataset.classes, "another")))
     with pytest.raises(ValueError, match=r"the data of .*run have changed since it was begun"):
         fedheal.run(quick(), tmp_path / "run", resume=True)
 
 
-class Broken(fedheal.Callback):
+class FailInSecondRound(fedheal.Callback):
     def round(self, record: RoundRecord) -> None:
         if record.round == 2:
             raise RuntimeError("something else")
@@ -117,13 +108,13 @@ class Broken(fedheal.Callback):
 
 def test_an_error_between_rounds_loses_none(tmp_path):
     with pytest.raises(RuntimeError, match="something else"):
-        fedheal.run(quick(), tmp_path / "run", callbacks=[Broken()])
+        fedheal.run(quick(), tmp_path / "run", callbacks=[FailInSecondRound()])
     assert [path.name for path in records.list_checkpoints(tmp_path / "run")] == ["00000002.safetensors"]
-    assert bits(fedheal.run(quick(), tmp_path / "run", resume=True).model) == bits(run().model)
+    assert get_model_bytes(fedheal.run(quick(), tmp_path / "run", resume=True).model) == get_model_bytes(run().model)
 
 
 class KillWorkers(fedheal.Callback):
-    """As the system does that runs out of memory."""
+    """Kills the workers after round 2, as a system without memory does."""
 
     def round(self, record: RoundRecord) -> None:
         if record.round == 2:
@@ -137,7 +128,9 @@ def test_a_killed_worker_is_a_sentence_and_loses_no_round(tmp_path):
     with pytest.raises(ChildProcessError, match="was killed"):
         fedheal.run(quick(workers=2), tmp_path / "run", callbacks=[KillWorkers()])
     assert [path.name for path in records.list_checkpoints(tmp_path / "run")] == ["00000002.safetensors"]
-    assert bits(fedheal.run(quick(workers=1), tmp_path / "run", resume=True).model) == bits(run().model)
+    assert get_model_bytes(fedheal.run(quick(workers=1), tmp_path / "run", resume=True).model) == get_model_bytes(
+        run().model
+    )
 
 
 def test_fairness_over_clients_is_that_of_their_mean_accuracies():
@@ -149,7 +142,7 @@ def test_a_model_that_stays_with_clients_cannot_be_pooled():
     with pytest.raises(
         ValueError, match="method 'fedbn' keeps a part of the model with each client: pool=true leaves none"
     ):
-        run(method="fedbn", pool=True, model="tiny_data:normed")
+        run(method="fedbn", pool=True, model="tiny_data:conv_batchnorm")
 
 
 @pytest.mark.parametrize("name", ["2024-01-01", "5", "true-ish"])
@@ -161,7 +154,7 @@ def test_a_finished_run_is_read_where_nothing_may_be_written(tmp_path, monkeypat
     done = fedheal.run(quick(), tmp_path / "run")
     (tmp_path / "run" / LOCK).unlink()
     monkeypatch.setattr(runner, "hold_lock", None)
-    assert bits(fedheal.run(quick(), tmp_path / "run", resume=True).model) == bits(done.model)
+    assert get_model_bytes(fedheal.run(quick(), tmp_path / "run", resume=True).model) == get_model_bytes(done.model)
     assert not (tmp_path / "run" / LOCK).exists()
     with pytest.raises(ValueError, match="belongs to another experiment"):
         fedheal.run(quick(lr=0.5), tmp_path / "run")
@@ -206,34 +199,34 @@ def test_a_result_that_lacks_something_is_named(tmp_path, key, value):
     path.write_text(
         json.dumps({k: v for k, v in summary.items() if k != key} | ({} if value is None else {key: value}))
     )
-    said = f"there is no {key}" if value is None else f"{key} must be .*, got "
-    with pytest.raises(ValueError, match=rf"result\.json: {said}"):
+    message = f"there is no {key}" if value is None else f"{key} must be .*, got "
+    with pytest.raises(ValueError, match=rf"result\.json: {message}"):
         fedheal.run(quick(), tmp_path / "run", resume=True)
     if key == "classes":
-        with pytest.raises(ValueError, match=rf"result\.json: {said}"):
+        with pytest.raises(ValueError, match=rf"result\.json: {message}"):
             fedheal.load(tmp_path / "run")
 
 
 def test_a_model_that_has_changed_since_is_a_sentence(tmp_path):
-    fedheal.run(quick(model="tiny_data:normed", width=4), tmp_path / "run")
+    fedheal.run(quick(model="tiny_data:conv_batchnorm", width=4), tmp_path / "run")
     path = tmp_path / "run" / "experiment.toml"
     path.write_text(path.read_text().replace("width = 4", "width = 5"))
     with pytest.raises(
-        ValueError, match=r"model\.safetensors does not fit model 'tiny_data:normed', which .* \(size mismatch"
+        ValueError, match=r"model\.safetensors does not fit model 'tiny_data:conv_batchnorm', which .* \(size mismatch"
     ):
         fedheal.load(tmp_path / "run")
 
 
 def test_a_folder_that_another_run_took_meanwhile_is_refused(tmp_path, monkeypatch):
-    """It had the lock when this one looked at the folder, and was done when this one got it."""
+    """The other run had the lock when this one read the folder, and had ended when this one got the lock."""
     alone = runner.hold_lock
 
-    def late(folder):
+    def lock_late(folder):
         monkeypatch.undo()
         fedheal.run(quick(lr=0.001), folder, progress=False)
         return alone(folder)
 
-    monkeypatch.setattr(runner, "hold_lock", late)
+    monkeypatch.setattr(runner, "hold_lock", lock_late)
     with pytest.raises(
         ValueError, match=r"another experiment \(seed is 0 there and 7 here; lr is 0.001 there and .* here\)"
     ):

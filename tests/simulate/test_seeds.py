@@ -14,10 +14,10 @@ import fedheal
 from fedheal.core.rng import SEED_FIELDS, SOURCES
 from fedheal.engine import serial
 from tiny_data import quick
-from tiny_runs import bits, federation, run
+from tiny_runs import get_model_bytes, make_federation, run
 
 # A source of chance of every kind.
-KEYS: dict[str, Any] = {"model": "tiny_data:dropping", "participation": 0.6, "dropout": 0.3, "augment": "crop-flip"}
+KEYS: dict[str, Any] = {"model": "tiny_data:dropout", "participation": 0.6, "dropout": 0.3, "augment": "crop-flip"}
 KEYS |= {"method": "fedavg", "rounds": 2, "validation": 0.25, "dirichlet": 0.5}
 
 
@@ -38,7 +38,7 @@ def record_draws(monkeypatch: pytest.MonkeyPatch, **keys: Any) -> dict[str, list
         patch.setattr(serial, "plan_batches", record_batches)
         patch.setattr(serial, "use_seed", record_layers)
         history = run(**keys).history
-    built = federation(**keys)
+    built = make_federation(**keys)
     splits = [*built.local_training.examples.values(), *built.validation.values()]
     cohorts = [torch.tensor([client in record.weights for client in built.clients]) for record in history]
     return {
@@ -63,9 +63,9 @@ def test_a_seed_changes_its_own_source_of_chance_and_no_other(monkeypatch: pytes
 
 def test_three_equal_seeds_are_that_seed_and_each_changes_the_result() -> None:
     whole, parts = run(seed=7, **KEYS), run(seed=3, **dict.fromkeys(SEED_FIELDS, 7), **KEYS)
-    assert bits(whole.model) == bits(parts.model)
-    models = [bits(run(seed=7, **{field: 8}, **KEYS).model) for field in SEED_FIELDS]
-    assert all(model != bits(whole.model) for model in models)
+    assert get_model_bytes(whole.model) == get_model_bytes(parts.model)
+    models = [get_model_bytes(run(seed=7, **{field: 8}, **KEYS).model) for field in SEED_FIELDS]
+    assert all(model != get_model_bytes(whole.model) for model in models)
 
 
 def test_a_run_records_the_seeds_that_were_set_and_no_others(tmp_path: Path) -> None:

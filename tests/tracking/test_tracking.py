@@ -43,13 +43,13 @@ Rounds = dict[int, dict[str, float]]  # round -> its numbers
 
 
 def needs_library(name: str) -> pytest.MarkDecorator:
-    """Without the library a test is skipped, but not where `FEDHEAL_TEST_ALL` says that all must run."""
+    """Skip a test if the library is not installed, unless `FEDHEAL_TEST_ALL` is set."""
     missing = find_spec(name) is None and not os.environ.get("FEDHEAL_TEST_ALL")
     return pytest.mark.skipif(missing, reason=f"{name} is not installed")
 
 
 def mark_mlflow(test: Callable[..., None]) -> Callable[..., None]:
-    """A test with MLflow, which takes seconds to import and to create its database."""
+    """Mark a test as slow: MLflow takes seconds to import and to create its database."""
     return pytest.mark.slow(needs_library("mlflow")(test))
 
 
@@ -62,8 +62,8 @@ each = pytest.mark.parametrize(
 # --- records, and writing them
 
 
-def record(number: int) -> RoundRecord:
-    """Odd rounds are evaluated. No library would take the second client's name as it is."""
+def make_record(number: int) -> RoundRecord:
+    """Return a round's record; odd rounds are evaluated, and the second client's name needs escaping."""
     weights = {"plain-0": 0.25 + number / 100, "dark/é?": 0.75 - number / 100}
     kept = {"plain-0": 0.5, "dark/é?": 1 / number}
     seconds = {"train": 1.5 * number, "aggregate": 0.25, "evaluate": 0.125}
@@ -83,12 +83,12 @@ def record(number: int) -> RoundRecord:
     return plain.model_copy(update={"domains": domains, "clients": clients, **evenness})
 
 
-def records(last: int, first: int = 1) -> list[RoundRecord]:
-    return [record(number) for number in range(first, last + 1)]
+def make_records(last: int, first: int = 1) -> list[RoundRecord]:
+    return [make_record(number) for number in range(first, last + 1)]
 
 
-def drive(callback: Callback, done: Sequence[RoundRecord], new: Sequence[RoundRecord], end: bool = True) -> None:
-    """What a run does; without an end it is one that fails."""
+def run_callback(callback: Callback, done: Sequence[RoundRecord], new: Sequence[RoundRecord], end: bool = True) -> None:
+    """Call a callback as a run does; with `end=False`, as a run that fails."""
     callback.started(EXPERIMENT, done)
     for item in new:
         callback.round(item)
@@ -100,17 +100,17 @@ def drive(callback: Callback, done: Sequence[RoundRecord], new: Sequence[RoundRe
 
 
 def read_tensorboard(folder: Path, ended: bool = True) -> Rounds:
-    found: Rounds = {}
-    events = _events(folder)
+    rounds: Rounds = {}
+    events = _load_events(folder)
     for tag in events.Tags()["scalars"]:
         for event in events.Scalars(tag):
-            row = found.setdefault(event.step, {})
+            row = rounds.setdefault(event.step, {})
             assert tag not in row, f"{tag} stands twice at step {event.step}"
             row[tag] = event.value
-    return found
+    return rounds
 
 
-def _events(folder: Path) -> Any:
+def _load_events(folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (only,) = {path.parent for path in folder.rglob("events.out.tfevents.*")}
@@ -120,18 +120,18 @@ def _events(folder: Path) -> Any:
 
 
 def read_mlflow(folder: Path, ended: bool = True) -> Rounds:
-    client, only = _mlflow_run(folder)
+    client, only = _find_mlflow_run(folder)
     assert only.info.status == ("FINISHED" if ended else "RUNNING")
-    found: Rounds = {}
+    rounds: Rounds = {}
     for name in only.data.metrics:
         for point in client.get_metric_history(only.info.run_id, name):
-            row = found.setdefault(point.step, {})
+            row = rounds.setdefault(point.step, {})
             assert name not in row, f"{name} stands twice at step {point.step}"
             row[name] = point.value
-    return found
+    return rounds
 
 
-def _mlflow_run(folder: Path) -> tuple[Any, Any]:
+def _find_mlflow_run(folder: Path) -> tuple[Any, Any]:
     from mlflow import MlflowClient
 
     (database,) = folder.rglob("mlflow.db")
@@ -141,39 +141,39 @@ def _mlflow_run(folder: Path) -> tuple[Any, Any]:
 
 
 def read_wandb(folder: Path, ended: bool = True) -> Rounds:
-    found: Rounds = {}
-    for item in _wandb_records(folder, ended):
+    rounds: Rounds = {}
+    for item in _read_wandb_records(folder, ended):
         if item.HasField("history"):
-            row = _items(item.history.item)
+            row = _parse_items(item.history.item)
             step = int(row.pop("_step"))
-            assert step not in found, f"step {step} stands twice"
-            found[step] = {name: value for name, value in row.items() if not name.startswith("_")}
-    return found
+            assert step not in rounds, f"step {step} stands twice"
+            rounds[step] = {name: value for name, value in row.items() if not name.startswith("_")}
+    return rounds
 
 
-def _items(items: Any) -> dict[str, Any]:
+def _parse_items(items: Any) -> dict[str, Any]:
     return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
-def _wandb_folder(folder: Path) -> Path:
+def _find_wandb_folder(folder: Path) -> Path:
     (link,) = folder.rglob("latest-run")
     return link.parent
 
 
-def _wandb_records(folder: Path, ended: bool = True) -> list[Any]:
+def _read_wandb_records(folder: Path, ended: bool = True) -> list[Any]:
     from wandb.proto.wandb_internal_pb2 import Record
 
-    (file,) = (_wandb_folder(folder) / "latest-run").resolve().glob("run-*.wandb")
+    (file,) = (_find_wandb_folder(folder) / "latest-run").resolve().glob("run-*.wandb")
     for _ in range(500):  # the service ends the file a moment after the run's end
-        found = [Record.FromString(frame) for frame in _frames(file.read_bytes())]
-        if not ended or any(item.HasField("exit") for item in found):
-            return found
+        items = [Record.FromString(frame) for frame in _split_frames(file.read_bytes())]
+        if not ended or any(item.HasField("exit") for item in items):
+            return items
         time.sleep(0.01)
     raise AssertionError(f"{file} has no end")
 
 
-def _frames(log: bytes) -> Iterator[bytes]:
-    """A LevelDB log after seven bytes of its own: blocks of 32 KiB, in which a record may be cut into parts."""
+def _split_frames(log: bytes) -> Iterator[bytes]:
+    """Yield the records of a LevelDB log after its seven bytes of header: blocks of 32 KiB, which may split a record."""
     at, whole = 7, b""
     while at + 7 <= len(log):
         if 0x8000 - at % 0x8000 < 7:
@@ -196,10 +196,11 @@ READERS: dict[str, Callable[..., Rounds]] = {
 }
 
 
-def same(found: Mapping[int, Mapping[str, float]], expected: Sequence[RoundRecord]) -> None:
-    """Exactly these rounds and numbers, in single precision (TensorBoard's), the result aside."""
+def assert_same(actual: Mapping[int, Mapping[str, float]], expected: Sequence[RoundRecord]) -> None:
+    """Assert that exactly these rounds and metrics were written, in single precision and without the result."""
     rounds = {
-        step: {key: value for key, value in row.items() if not key.startswith("result/")} for step, row in found.items()
+        step: {key: value for key, value in row.items() if not key.startswith("result/")}
+        for step, row in actual.items()
     }
     assert rounds == {item.round: pytest.approx(round_metrics(item), rel=1e-6) for item in expected}
 
@@ -208,7 +209,7 @@ def same(found: Mapping[int, Mapping[str, float]], expected: Sequence[RoundRecor
 
 
 def forbid_network(tell: Callable[[str], object]) -> None:
-    """Only this machine may be talked to (W&B's own service listens on a local socket); to look up a name is a try."""
+    """Refuse and report connections to other machines and look-ups of names; W&B's service uses a local socket."""
     connect, look_up = socket.socket.connect, socket.getaddrinfo
     here = ("127.0.0.1", "::1", "localhost")
 
@@ -239,7 +240,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _service_ends() -> Iterator[None]:
+def _stop_service() -> Iterator[None]:
     yield
     if "wandb" in sys.modules:
         sys.modules["wandb"].teardown()
@@ -247,11 +248,11 @@ def _service_ends() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database without a run. Tables take MLflow seconds to make, so a writer makes them once, and tests get a copy."""
+    """An empty MLflow database, made once because its tables take seconds; tests get a copy."""
     folder = tmp_path_factory.mktemp("fresh") / "mlflow"
-    drive(MLflow(folder), [], records(1))
-    same(read_mlflow(folder), records(1))
-    client, only = _mlflow_run(folder)
+    run_callback(MLflow(folder), [], make_records(1))
+    assert_same(read_mlflow(folder), make_records(1))
+    client, only = _find_mlflow_run(folder)
     client.delete_run(only.info.run_id)
     return folder / "mlflow.db"
 
@@ -271,8 +272,8 @@ def place(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def open_files(folder: Path) -> list[str]:
-    """What this process holds open there."""
+def list_open_files(folder: Path) -> list[str]:
+    """Return the files in this folder that this process holds open."""
     links = [Path("/proc/self/fd") / number for number in os.listdir("/proc/self/fd")]
     return [
         str(link.readlink()) for link in links if link.is_symlink() and str(link.readlink()).startswith(str(folder))
@@ -283,14 +284,14 @@ def open_files(folder: Path) -> list[str]:
 
 
 def test_numbers_of_an_evaluated_round() -> None:
-    found = round_metrics(record(3))
-    assert found["accuracy/plain"] == 63.0
-    assert found["fairness/avg"] == 50.0
-    assert found["fairness/worst"] == found["accuracy/dark"] == 37.0
-    assert found["client_fairness/gap"] == 31.0
-    assert found["kept/mean"] == pytest.approx((0.5 + 1 / 3) / 2)
-    assert [name for name in found if name.startswith("weight/")] == ["weight/plain-0", "weight/dark_2f_é_3f_"]
-    assert list(found)[-1] == LAST_METRIC
+    metrics = round_metrics(make_record(3))
+    assert metrics["accuracy/plain"] == 63.0
+    assert metrics["fairness/avg"] == 50.0
+    assert metrics["fairness/worst"] == metrics["accuracy/dark"] == 37.0
+    assert metrics["client_fairness/gap"] == 31.0
+    assert metrics["kept/mean"] == pytest.approx((0.5 + 1 / 3) / 2)
+    assert [name for name in metrics if name.startswith("weight/")] == ["weight/plain-0", "weight/dark_2f_é_3f_"]
+    assert list(metrics)[-1] == LAST_METRIC
 
 
 def test_numbers_leave_out_what_is_not_there() -> None:
@@ -299,52 +300,52 @@ def test_numbers_leave_out_what_is_not_there() -> None:
 
 @each
 def test_reads_back(name: str, place: Path) -> None:
-    drive(tracker(name, place), [], records(5))
-    found = READERS[name](place)
-    same(found, records(5))
+    run_callback(tracker(name, place), [], make_records(5))
+    rounds = READERS[name](place)
+    assert_same(rounds, make_records(5))
     if name != "wandb":  # which has a place of its own for it
-        assert {key: value for key, value in found[5].items() if key.startswith("result/")} == result_metrics(RESULT)
-    assert open_files(place) == []
+        assert {key: value for key, value in rounds[5].items() if key.startswith("result/")} == result_metrics(RESULT)
+    assert list_open_files(place) == []
 
 
 @needs_library("tensorboard")
 def test_tensorboard_holds_experiment_and_result(tmp_path: Path) -> None:
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    drive(TensorBoard(tmp_path), [], records(1))
-    found = _events(tmp_path)
-    content = found.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    run_callback(TensorBoard(tmp_path), [], make_records(1))
+    events = _load_events(tmp_path)
+    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     start = HParamsPluginData.FromString(content).session_start_info
     assert {key: value.number_value or value.string_value for key, value in start.hparams.items()} == EXPERIMENT
-    assert "_hparams_/session_end_info" in found.summary_metadata
+    assert "_hparams_/session_end_info" in events.summary_metadata
     for title, expected in (("experiment", EXPERIMENT), ("result", RESULT)):
-        (text,) = found.Tensors(f"{title}/text_summary")
+        (text,) = events.Tensors(f"{title}/text_summary")
         assert json.loads(text.tensor_proto.string_val[0]) == expected
 
 
 @mark_mlflow
 def test_mlflow_holds_experiment_and_result(mlflow_place: Path) -> None:
-    drive(tracker("mlflow", mlflow_place), [], records(1))
-    _, found = _mlflow_run(mlflow_place)
-    assert found.data.params == {key: str(value) for key, value in EXPERIMENT.items()}
-    assert found.data.metrics["result/domains/dark"] == 50.0
-    assert found.data.tags["fedheal.python"] == "3"
-    assert (found.info.status, found.info.run_name) == ("FINISHED", "fedavg-tiny-seed3")
+    run_callback(tracker("mlflow", mlflow_place), [], make_records(1))
+    _, run = _find_mlflow_run(mlflow_place)
+    assert run.data.params == {key: str(value) for key, value in EXPERIMENT.items()}
+    assert run.data.metrics["result/domains/dark"] == 50.0
+    assert run.data.tags["fedheal.python"] == "3"
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "fedavg-tiny-seed3")
     assert list(mlflow_place.rglob("*.unfinished")) == []
 
 
 @pytest.mark.slow
 @needs_library("wandb")
 def test_wandb_holds_experiment_and_result(tmp_path: Path) -> None:
-    drive(Wandb("project", tmp_path), [], records(1))
+    run_callback(Wandb("project", tmp_path), [], make_records(1))
     config: dict[str, Any] = {}
     summary: dict[str, Any] = {}
-    for item in _wandb_records(tmp_path):
+    for item in _read_wandb_records(tmp_path):
         if item.HasField("run"):
             assert (item.run.project, item.run.display_name) == ("project", "fedavg-tiny-seed3")
-            config |= _items(item.run.config.update)
+            config |= _parse_items(item.run.config.update)
         if item.HasField("summary"):
-            summary |= _items(item.summary.update)
+            summary |= _parse_items(item.summary.update)
     assert {key: config[key] for key in EXPERIMENT} == EXPERIMENT
     assert {key: summary[key] for key in result_metrics(RESULT)} == result_metrics(RESULT)
     assert summary["result/method"] == "fedavg"
@@ -352,43 +353,43 @@ def test_wandb_holds_experiment_and_result(tmp_path: Path) -> None:
 
 @each
 def test_resume_goes_on_in_the_same_run(name: str, place: Path) -> None:
-    """Round 4 was written, the last state is that of round 2: rounds 3 and 4 come again, under another name."""
-    drive(tracker(name, place), [], records(4), end=False)
+    """Round 4 was written, but the last state is of round 2: rounds 3 and 4 are written again."""
+    run_callback(tracker(name, place), [], make_records(4), end=False)
     again = tracker(name, place)
-    again.started(EXPERIMENT | {"name": "renamed", "workers": 4}, records(2))
-    for item in records(5, first=3):
+    again.started(EXPERIMENT | {"name": "renamed", "workers": 4}, make_records(2))
+    for item in make_records(5, first=3):
         again.round(item)
     again.finished(RESULT)
-    same(READERS[name](place), records(5))
+    assert_same(READERS[name](place), make_records(5))
 
 
 @each
 def test_resume_before_the_first_state(name: str, place: Path) -> None:
-    drive(tracker(name, place), [], records(2), end=False)
-    drive(tracker(name, place), [], records(3))
-    same(READERS[name](place), records(3))
+    run_callback(tracker(name, place), [], make_records(2), end=False)
+    run_callback(tracker(name, place), [], make_records(3))
+    assert_same(READERS[name](place), make_records(3))
 
 
 @each
 def test_a_writer_that_joins_late_fills_in_the_rounds_done(name: str, place: Path) -> None:
-    drive(tracker(name, place), records(3), records(4, first=4))
-    same(READERS[name](place), records(4))
+    run_callback(tracker(name, place), make_records(3), make_records(4, first=4))
+    assert_same(READERS[name](place), make_records(4))
 
 
 @each
 def test_the_same_writer_again_after_a_failed_run(name: str, place: Path) -> None:
     writer = tracker(name, place)
-    drive(writer, [], records(2), end=False)
-    drive(writer, records(2), records(3, first=3))
-    same(READERS[name](place), records(3))
+    run_callback(writer, [], make_records(2), end=False)
+    run_callback(writer, make_records(2), make_records(3, first=3))
+    assert_same(READERS[name](place), make_records(3))
 
 
 @pytest.mark.slow
 @needs_library("wandb")
 def test_an_earlier_offline_run_is_left_alone(tmp_path: Path) -> None:
-    drive(Wandb("project", tmp_path), [], records(2), end=False)
+    run_callback(Wandb("project", tmp_path), [], make_records(2), end=False)
     (first,) = tmp_path.glob("wandb/offline-run-*")
-    drive(Wandb("project", tmp_path), records(2), records(3, first=3))
+    run_callback(Wandb("project", tmp_path), make_records(2), make_records(3, first=3))
     assert first.exists()
     assert len({path.name.rsplit("-", 1)[1] for path in tmp_path.glob("wandb/offline-run-*")}) == 2
 
@@ -396,32 +397,32 @@ def test_an_earlier_offline_run_is_left_alone(tmp_path: Path) -> None:
 @mark_mlflow
 def test_mlflow_by_uri(mlflow_place: Path) -> None:
     spec = f"mlflow:sqlite:///{mlflow_place / 'mlflow' / 'mlflow.db'}"
-    drive(tracker(spec, mlflow_place / "out"), [], records(2), end=False)
-    drive(tracker(spec, mlflow_place / "out"), records(2), records(3, first=3))
-    same(read_mlflow(mlflow_place), records(3))
+    run_callback(tracker(spec, mlflow_place / "out"), [], make_records(2), end=False)
+    run_callback(tracker(spec, mlflow_place / "out"), make_records(2), make_records(3, first=3))
+    assert_same(read_mlflow(mlflow_place), make_records(3))
 
 
 @mark_mlflow
 def test_mlflow_makes_a_new_run_where_the_old_one_is_gone(mlflow_place: Path) -> None:
-    drive(tracker("mlflow", mlflow_place), [], records(2), end=False)
-    client, only = _mlflow_run(mlflow_place)
+    run_callback(tracker("mlflow", mlflow_place), [], make_records(2), end=False)
+    client, only = _find_mlflow_run(mlflow_place)
     client.delete_run(only.info.run_id)
-    drive(tracker("mlflow", mlflow_place), records(2), records(3, first=3))
-    same(read_mlflow(mlflow_place), records(3))
+    run_callback(tracker("mlflow", mlflow_place), make_records(2), make_records(3, first=3))
+    assert_same(read_mlflow(mlflow_place), make_records(3))
 
 
 @mark_mlflow
 def test_mlflow_takes_many_clients(mlflow_place: Path) -> None:
-    many = record(1).model_copy(update={"weights": {f"c{i}": i / 1100 for i in range(1100)}})
-    drive(tracker("mlflow", mlflow_place), [], [many])
-    assert _mlflow_run(mlflow_place)[1].data.metrics == round_metrics(many) | result_metrics(RESULT)
+    many = make_record(1).model_copy(update={"weights": {f"c{i}": i / 1100 for i in range(1100)}})
+    run_callback(tracker("mlflow", mlflow_place), [], [many])
+    assert _find_mlflow_run(mlflow_place)[1].data.metrics == round_metrics(many) | result_metrics(RESULT)
 
 
 @mark_mlflow
 def test_a_run_that_fails_is_marked_so(mlflow_place: Path) -> None:
     with MLflow(mlflow_place / "mlflow") as writer:
-        drive(writer, [], records(1), end=False)
-    assert _mlflow_run(mlflow_place)[1].info.status == "FAILED"
+        run_callback(writer, [], make_records(1), end=False)
+    assert _find_mlflow_run(mlflow_place)[1].info.status == "FAILED"
 
 
 @each
@@ -430,26 +431,26 @@ def test_a_run_of_an_experiment(name: str, place: Path) -> None:
     out = place / "out"
     spec = f"mlflow:sqlite:///{place / 'mlflow' / 'mlflow.db'}" if name == "mlflow" else name
     result = run(quick(rounds=2), out, callbacks=[tracker(spec, out)])
-    same(READERS[name](place), result.history)
+    assert_same(READERS[name](place), result.history)
 
 
 @each
 def test_what_fails_later_is_a_warning(name: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = tracker(name, place)
-    drive(writer, [], records(1), end=False)
+    run_callback(writer, [], make_records(1), end=False)
 
-    def full(self: Tracker, step: int, values: Mapping[str, float]) -> None:
+    def raise_disk_full(self: Tracker, step: int, values: Mapping[str, float]) -> None:
         raise OSError("no space left\non the device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(writer), "_log", full)
+        patched.setattr(type(writer), "_log", raise_disk_full)
         with pytest.warns(RuntimeWarning, match=f"^{name} no longer records this run, which continues: no space left$"):
-            writer.round(record(2))
-        writer.round(record(3))  # says nothing more
+            writer.round(make_record(2))
+        writer.round(make_record(3))  # says nothing more
         writer.finished(RESULT)
-    assert open_files(place) == []
-    drive(tracker(name, place), records(3), records(4, first=4))
-    same(READERS[name](place), records(4))
+    assert list_open_files(place) == []
+    run_callback(tracker(name, place), make_records(3), make_records(4, first=4))
+    assert_same(READERS[name](place), make_records(4))
 
 
 @pytest.mark.parametrize("name", [pytest.param("tensorboard", marks=needs_library("tensorboard"))])
@@ -492,12 +493,12 @@ import os, signal, sys, time
 from pathlib import Path
 from fedheal.tracking import tracker
 assert not {"tensorboard", "mlflow", "wandb"} & set(sys.modules), "imported too early"
-from test_tracking import EXPERIMENT, forbid_network, records
+from test_tracking import EXPERIMENT, forbid_network, make_records
 forbid_network(lambda tried: print(tried, flush=True))
 trackers = [tracker(name, Path(sys.argv[1])) for name in ("tensorboard", "mlflow", "wandb")]
 for writer in trackers:
     writer.started(EXPERIMENT, [])
-for record in records(3):
+for record in make_records(3):
     for writer in trackers:
         writer.round(record)
 time.sleep(1)
@@ -511,7 +512,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @needs_library("mlflow")
 @needs_library("wandb")
 def test_a_killed_process_loses_nothing(mlflow_place: Path) -> None:
-    """In a process of its own, where the libraries cannot know that this is a test: they turn telemetry off in one."""
+    """The process does not look like a test to the libraries, which turn telemetry off in tests."""
     clean = {
         key: value
         for key, value in os.environ.items()
@@ -528,9 +529,9 @@ def test_a_killed_process_loses_nothing(mlflow_place: Path) -> None:
     assert (done.returncode, done.stdout) == (-9, ""), done.stderr
     for name, read in READERS.items():
         folder = mlflow_place / name
-        same(read(folder, ended=False), records(3))
-        drive(tracker(name, mlflow_place), records(2), records(4, first=3))
-        same(read(folder), records(4))
+        assert_same(read(folder, ended=False), make_records(3))
+        run_callback(tracker(name, mlflow_place), make_records(2), make_records(4, first=3))
+        assert_same(read(folder), make_records(4))
 
 
 def test_a_title_holds_the_seeds_that_were_set() -> None:

@@ -15,7 +15,7 @@ SITES = ("noisy-0", "plain-0")  # each is a process, which takes seconds to star
 
 
 def describe_experiment(method: str = "fedheal", rounds: int = 5, steps: int | None = None) -> Experiment:
-    return quick(method=method, rounds=rounds, steps=steps, only=SITES, model="tiny_data:normed_flat")
+    return quick(method=method, rounds=rounds, steps=steps, only=SITES, model="tiny_data:flat_batchnorm")
 
 
 def make_model() -> nn.Module:

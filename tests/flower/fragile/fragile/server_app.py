@@ -13,10 +13,11 @@ SITES = ("plain-0", "noisy-0", "plain-1", "noisy-1")  # of SuperNodes 0, 1, ...;
 app = ServerApp()
 
 
-def described(config) -> Experiment:
-    """As the project's own simulator would be told it."""
+def describe_experiment(config) -> Experiment:
+    """Return the experiment that the simulator would run with these settings."""
     return Experiment(
-        **QUICK | {"model": "tiny_data:featured", "rounds": int(config["rounds"]), "method": str(config["method"])},
+        **QUICK
+        | {"model": "tiny_data:feature_model", "rounds": int(config["rounds"]), "method": str(config["method"])},
         only=SITES[: int(config["sites"])],
     )
 
@@ -25,7 +26,7 @@ def described(config) -> Experiment:
 def main(grid: Grid, context: Context) -> None:
     torch.set_num_threads(1)
     config = context.run_config
-    experiment = described(config)
+    experiment = describe_experiment(config)
     module = build_module(experiment, classes=3)
     settings = {
         "model": module,
