@@ -2,8 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, ParamSpec
+from collections.abc import Callable, Collection
+from typing import Any, ParamSpec, TypeVar
 
 from fedheal import methods
 from fedheal.aggregate import Aggregator, chain
@@ -18,18 +18,20 @@ from fedheal.flower.strategy import FairStrategy
 from fedheal.methods import Method
 
 P = ParamSpec("P")
+S = TypeVar("S", bound=FairStrategy)
 
 
-def _check_arguments(preset: Callable[P, FairStrategy]) -> Callable[P, FairStrategy]:
-    """Reject unknown arguments, and those without a name.
+def check_preset_arguments(preset: Callable[P, S], own: Collection[str] = ()) -> Callable[P, S]:
+    """Decorate a preset so that it rejects unknown arguments, and those without a name.
 
-    The first argument of Flower's `FedAvg` is a fraction of the nodes, not tau or gamma.
+    The first argument of Flower's `FedAvg` is a fraction of the nodes, not tau or gamma. `own` are settings of `FairStrategy`
+    that the preset sets itself.
     """
     parameters = inspect.signature(preset).parameters | inspect.signature(FairStrategy).parameters
-    known = [key for key in parameters if key not in ("settings", "method")]
+    known = [key for key in parameters if key not in {"settings", "method", *own}]
 
     @functools.wraps(preset)
-    def make_strategy(*unnamed: P.args, **named: P.kwargs) -> FairStrategy:
+    def make_strategy(*unnamed: P.args, **named: P.kwargs) -> S:
         if unnamed:
             call = f"{preset.__name__}({', '.join(map(repr, unnamed))})"
             raise TypeError(f"{call}: name each argument, as in {preset.__name__}(fraction_train=0.5)")
@@ -41,7 +43,7 @@ def _check_arguments(preset: Callable[P, FairStrategy]) -> Callable[P, FairStrat
     return make_strategy
 
 
-@_check_arguments
+@check_preset_arguments
 def FedHEAL(
     *,
     tau: float = TAU.default,
@@ -87,7 +89,7 @@ def FedHEAL(
     return FairStrategy(weights_only, placement="client", tau=tau, **settings)
 
 
-@_check_arguments
+@check_preset_arguments
 def AFL(
     *,
     gamma: float = AFL_GAMMA.default,
@@ -111,7 +113,7 @@ def AFL(
     return FairStrategy(methods.get("afl", gamma=gamma, floor=floor, reset=reset), **settings)
 
 
-@_check_arguments
+@check_preset_arguments
 def QFFL(*, q: float = QFFL_Q.default, mode: str = QFFL_MODE.default, **settings: Any) -> FairStrategy:
     """q-FFL (Li et al. 2020) as a strategy.
 
@@ -130,7 +132,7 @@ def QFFL(*, q: float = QFFL_Q.default, mode: str = QFFL_MODE.default, **settings
     return FairStrategy(methods.get("qffl", q=q, mode=mode), **settings)
 
 
-@_check_arguments
+@check_preset_arguments
 def FedFV(*, alpha: float = FEDFV_ALPHA.default, tau: int = FEDFV_TAU.default, **settings: Any) -> FairStrategy:
     """FedFV (Wang et al. 2021) as a strategy. Clients must send the `loss` of the received model.
 
@@ -145,7 +147,7 @@ def FedFV(*, alpha: float = FEDFV_ALPHA.default, tau: int = FEDFV_TAU.default, *
     return FairStrategy(methods.get("fedfv", alpha=alpha, tau=tau), **settings)
 
 
-@_check_arguments
+@check_preset_arguments
 def Uniform(**settings: Any) -> FairStrategy:
     """The plain mean over clients as a strategy, whatever their numbers of examples.
 

@@ -12,6 +12,7 @@ weights. Then SecAgg+ sums `u k D` and `u k` over the clients, and the server di
 sees, what this costs, and which checks it gives up.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -36,6 +37,7 @@ from fedheal.core.state import Nothing, State
 from fedheal.core.updates import Updates
 from fedheal.federation.cohort import Cohort
 from fedheal.flower.node_registry import ReceivedReply
+from fedheal.flower.presets import check_preset_arguments
 from fedheal.flower.reply_reader import read_train_reply
 from fedheal.flower.round_log import NodeRound
 from fedheal.flower.secure_cohort import ScalarCohortBuilder, leave_out, select_clients
@@ -51,6 +53,7 @@ __all__ = ["SecureFedHEAL", "SecureStrategy", "SecureSumError", "SecureSumMod"]
 THRESHOLD = Parameter("threshold", 0.5, "share of the clients that must stay until the end of a sum", gt=0, le=1)
 
 
+@functools.partial(check_preset_arguments, own=("placement",))
 def SecureFedHEAL(
     *,
     tau: float = TAU.default,

@@ -22,6 +22,7 @@ from fedheal.core.errors import format_count
 from fedheal.core.metrics import count_averaged
 from fedheal.report import palette
 from fedheal.report.figures import PAGE, label_rounds
+from fedheal.report.rows import check_runs_exist
 from fedheal.report.series import Floats, mean_ignoring_nan, read_complete_rounds
 from fedheal.runs.folder import read_result
 from fedheal.runs.schema import RoundRecord
@@ -122,8 +123,9 @@ def diagnose_run(folder: Path, by: str | None = None) -> Diagnosis:
         by: "domain" or "client"; by default domains if those of the clients are known, else clients.
 
     Raises:
-        ValueError: If the folder holds no rounds, or no domains of clients.
+        ValueError: If there is no such folder, or if it holds no rounds or no domains of clients.
     """
+    check_runs_exist(folder)
     records = read_complete_rounds(folder)
     if not records:
         runs = [str(file.parent) for file in sorted(folder.glob("*/rounds.jsonl"))]

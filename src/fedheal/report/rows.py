@@ -91,12 +91,17 @@ def find_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the results of all finished runs in or under these folders, each once and with its `folder`."""
     folders: dict[Path, None] = {}
     for path in paths:
-        if not path.exists():
-            raise ValueError(f"{path} does not exist: {_suggest_folder(path)}")
-        if not path.is_dir():
-            raise ValueError(f"{path} is a file, not a folder: name a folder of runs, such as {path.parent}")
+        check_runs_exist(path)
         folders |= dict.fromkeys(sorted(file.parent for file in path.rglob("result.json")))
     return [load_summary(folder) for folder in folders]
+
+
+def check_runs_exist(path: Path) -> None:
+    """Raise ValueError if a path is not a folder, and name one that may be meant."""
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: {_suggest_folder(path)}")
+    if not path.is_dir():
+        raise ValueError(f"{path} is a file, not a folder: name a folder of runs, such as {path.parent}")
 
 
 def _suggest_folder(path: Path) -> str:
