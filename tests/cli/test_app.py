@@ -12,7 +12,7 @@ import pytest
 import fedheal
 from command_line import assert_sentence, read_files
 from fedheal.campaign.sweep import METRICS, SEARCHES
-from fedheal.cli.data import data_app
+from fedheal.cli import campaigns, paper_results, reports
 from fedheal.report import tables
 from fedheal.reproduce import RECIPES
 from tiny_data import WORDS
@@ -108,8 +108,24 @@ def test_completion_can_be_installed(call) -> None:
             ["compare", "fedavg", "--resume"],
             ["No such option '--resume' (run the same command again to resume it; see fedheal compare --help)"],
         ),
+        (
+            ["reproduce", "table1", "--resume"],
+            ["No such option '--resume' (run the same command again to resume it; see fedheal reproduce --help)"],
+        ),
+        (["run", "--lr", "3"], ["No such option '--lr' (a field is written lr=VALUE; see fedheal run --help)"]),
+        (["demo", "--lr", "3"], ["No such option '--lr' (see fedheal demo --help)"]),
+        (["report", "runs", "--seed", "3"], ["No such option '--seed' (see fedheal report --help)"]),
         (["demo", "--seed", "x"], ["'x' is not a valid integer (see fedheal demo --help)"]),
-        (["compare"], ["(see fedheal compare --help)"]),
+        (["demo", "rounds=3"], ["fedheal demo cannot take 'rounds=3': use --rounds 3 (see fedheal demo --help)"]),
+        (
+            ["methods", "fedavg", "afl"],
+            ["fedheal methods cannot take 'afl': leave it out (see fedheal methods --help)"],
+        ),
+        (
+            ["compare"],
+            ["Missing argument 'METHOD... [key=value ...]': methods or bounds", "(see fedheal compare --help)"],
+        ),
+        (["reproduce"], ["Missing argument 'RESULT': one of headline, table1"]),
         (["data", "lst"], ["fedheal: No such command 'lst'"]),
     ],
 )
@@ -117,16 +133,70 @@ def test_words_that_are_no_command_are_a_sentence(call, words: list[str], messag
     assert_sentence(call(*words), *messages)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", ""], "one of the words is empty: leave it out"),
+        (["run", "--quiet", ""], "one of the words is empty"),
+        (["report", ""], "one of the words is empty"),
+        (["run", "--out", "", "rounds=1"], "--out is empty: give it a value, or leave it out"),
+        (["demo", "--out="], "--out is empty"),
+        (["compare", "fedavg", "--seeds", ""], "--seeds is empty"),
+        (["report", "runs", "-f", ""], "--format is empty"),
+        (["data", "show", "embedded", "--out", ""], "--out is empty"),
+        (["reproduce", "table1", "--rows", "", "--rounds", "0"], "rounds = 0"),  # empty by default: all rows
+    ],
+)
+def test_empty_words_are_refused_before_they_become_the_current_folder(
+    call, tmp_path: Path, words: list[str], message: str
+) -> None:
+    assert_sentence(call(*words), message)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "out=x"], "'out' is an option, not a field: use --out VALUE"),
+        (["run", "json=true"], "'json' is an option, not a field: use --json\n"),
+        (["compare", "fedavg", "track=wandb"], "'track' is an option, not a field: use --track VALUE"),
+        (["sweep", "seeds=3", "tau=0,1"], "'seeds' is an option, not a field: use --seeds VALUE"),
+        (["reproduce", "table1", "--smoke", "jobs=3"], "'jobs' is an option, not a field: use --jobs VALUE"),
+        (["data", "show", "embedded", "out=x"], "'out' is an option, not a field: use --out VALUE"),
+        (["run", "bogus=x"], "unknown field 'bogus'"),
+    ],
+)
+def test_an_option_that_is_written_as_a_field_is_named(call, words: list[str], message: str) -> None:
+    assert_sentence(call(*words), message)
+
+
+def test_help_explains_arguments_and_fills_lines(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With click 8.5, typer 0.20 shows arguments without their help."""
+    monkeypatch.setenv("COLUMNS", "100")
+    assert "One of headline, table1" in call("reproduce", "--help").out
+    assert "FEDHEAL_DATA" in call("data", "show", "--help").out
+    assert "digits, office-caltech" in call("data", "show", "--help").out
+    lines = [line.strip() for line in call("run", "--help").out.splitlines()]
+    paragraph = lines[next(i for i, line in enumerate(lines) if line.startswith("The name is made of")) :]
+    whole = paragraph[: paragraph.index("")]
+    assert all(len(line) > 70 for line in whole[:-1]), whole
+
+
+def test_a_current_folder_that_was_removed_is_a_sentence(tmp_path: Path) -> None:
+    script = f"mkdir gone && cd gone && rmdir ../gone && exec {sys.executable} -m fedheal methods"
+    done = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    message = "fedheal: the current folder was removed: change to one that exists (cd), and try again\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+
+
 def test_the_options_name_what_the_library_has(call) -> None:
     """The command line does without the modules that have these names."""
-    app = sys.modules["fedheal.cli.app"]
-    assert set(app.REPORT_FORMATS) == {*tables.FORMATS, "csv", "parquet"}
-    assert ", ".join(RECIPES) == app.RESULTS
-    assert tuple(SEARCHES) == app.SEARCHES
+    assert set(reports.REPORT_FORMATS) == {*tables.FORMATS, "csv", "parquet"}
+    assert ", ".join(RECIPES) == paper_results.RESULTS
+    assert tuple(SEARCHES) == campaigns.SEARCHES
     assert f"{', '.join(list(METRICS)[:-1])} or {list(METRICS)[-1]}" in " ".join(
         call("sweep", "--help").out.replace("│", "").split()
     )
-    assert data_app.info.help == app.DATA_HELP
 
 
 @pytest.mark.parametrize("words", [["--version"], ["--help"], ["run", "--help"], ["demo", "--help"]])
@@ -166,8 +236,8 @@ def test_the_next_command_is_one_that_the_shell_finds(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "")
-    assert sys.modules["fedheal.cli.app"]._find_command() == ".venv/bin/fedheal"
+    assert campaigns._find_command() == ".venv/bin/fedheal"
     monkeypatch.chdir(program.parent.parent)
-    assert sys.modules["fedheal.cli.app"]._find_command() == "bin/fedheal"
+    assert campaigns._find_command() == "bin/fedheal"
     monkeypatch.setenv("PATH", str(program.parent))
-    assert sys.modules["fedheal.cli.app"]._find_command() == "fedheal"
+    assert campaigns._find_command() == "fedheal"

@@ -61,10 +61,11 @@ def test_what_any_run_needs_is_checked_before_the_first_one_starts(call, tmp_pat
         (["--data", "folder:/nowhere"], "data = 'folder:/nowhere': there is no folder '/nowhere'"),
         (["--data", "digitz"], "there is no data set 'digitz' (did you mean 'digits'?)"),
         (["--data", "nothing_there:load"], "nothing_there"),
+        (["some.toml"], "some.toml: a comparison takes no experiment file; write its fields as key=value"),
         (["--track", "wandbb"], "unknown tracker 'wandbb' (did you mean 'wandb'?)"),
     ],
 )
-def test_data_and_trackers_that_do_not_exist_are_refused_before_the_first_run(
+def test_what_cannot_be_compared_is_refused_before_the_first_run(
     given: list[str], says: str, call, tmp_path: Path
 ) -> None:
     done = call("compare", "fedavg", "--seeds", "2", *given)

@@ -142,6 +142,17 @@ def test_nothing_is_given_twice(call, words: list[str], said: str) -> None:
     assert said in done.err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["export", "digits", "--out", "data"], "data is a folder: name a file, such as data/data.export"),
+        (["fetch", "pacs", "--from", "bogus"], "fedheal: from = bogus: use hub or web\n"),  # once, not for each domain
+    ],
+)
+def test_what_cannot_be_written_or_fetched_is_a_sentence(root: Path, call, words: list[str], said: str) -> None:
+    assert_sentence(call("data", *words, "--data-root", root), said)
+
+
 def test_show_writes_a_sheet_for_each_domain(root: Path, call, tmp_path: Path) -> None:
     done = call("data", "show", "digits", "--data-root", root, "--out", tmp_path / "sheets")
     assert done.code == 0, done.err

@@ -26,6 +26,27 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("width", [112, 120])
+def test_headings_are_wrapped_between_words(call, runs: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setattr("fedheal.cli.display.save_figure", lambda *_: [])
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = call("report", runs / "fedavg", "--diagnose").out
+    table = [line for line in shown.splitlines() if line[:1] in "┏┃┡│└"]
+    assert table[0].startswith("┏")
+    assert max(map(len, table)) <= width
+    assert "…" not in shown
+    assert "under-served" in "".join(table)
+
+
+def test_nobody_needs_to_read_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that has closed its output gets no traceback."""
+    from fedheal.cli.display import show_parts
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("sys.stdout", None)
+    show_parts()
+
+
 @pytest.mark.parametrize("width", [60, 80, None])
 @pytest.mark.parametrize("shown", HEADINGS)
 def test_tables_fit_and_keep_their_headings_and_numbers(

@@ -39,3 +39,12 @@ def test_the_command_states_costs(call) -> None:
     assert "fedsam costs more than fedavg: training x 1.9.\n" in done.out
     assert "fedadam costs more than fedavg: server keeps two vectors as long as the model.\n" in done.out
     assert "costs more" not in call("methods", "fedprox").out
+
+
+def test_a_bound_of_the_list_is_explained(call) -> None:
+    assert "standalone (bound)" in call("methods").out
+    done = call("methods", "standalone")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith(
+        "standalone is a bound for comparisons, not a method, and has no parameters: one model per"
+    )

@@ -46,8 +46,8 @@ def test_reports_as_a_page_and_as_figures(call, tmp_path: Path, monkeypatch: pyt
     assert call("report", "runs", "--html", "--out", "new/page.html").out == "new/page.html\n"
     assert call("report", "runs", "--out", "new/other.html").out == "new/other.html\n"
     assert "<html" in Path("new/other.html").read_text()
-    assert call("report", "runs", "--figures", "drawn").out == "8 files in drawn\n"
-    assert len(list((tmp_path / "drawn").glob("*.svg"))) == 8
+    assert call("report", "runs", "--figures", "drawn").out == "9 files in drawn\n"
+    assert len(list((tmp_path / "drawn").glob("*.svg"))) == 9
 
 
 def test_options_without_effect_are_refused(call, tmp_path: Path) -> None:
@@ -87,7 +87,11 @@ def test_a_diagnosis_that_cannot_be_made_is_refused(call, tmp_path: Path) -> Non
     assert_sentence(call("report", "run", "--by", "client"), "by = client", "--diagnose")
     for idle in (["--out", "x"], ["--reference", "fedavg"], ["--html"], ["-f", "csv"]):
         assert_sentence(call("report", "run", "--diagnose", *idle), "its own table and figure: leave out --")
-    assert_sentence(call("report", "elsewhere", "--diagnose"), "elsewhere", "holds no rounds")
+    (tmp_path / "empty").mkdir()
+    assert_sentence(call("report", "empty", "--diagnose"), "empty holds no rounds")
+    assert_sentence(call("report", "elsewhere", "--diagnose"), "elsewhere does not exist: ")
+    said = "run/result.json is a file, not a folder: name a folder of runs, such as run\n"
+    assert_sentence(call("report", "run/result.json", "--diagnose"), said)
 
 
 def test_a_report_of_what_is_not_there_says_what_is(call, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ WRONG = [
     (["fedheal"], ["'fedheal' is neither a field (key=value, such as method=fedheal) nor a file (FILE.toml)"]),
     (["tau", "=", "0.3"], ["has spaces around '=': write key=value without them"]),
     (["one.toml", "two.toml"], ["one.toml", "two.toml"]),
-    (["."], [".", "directory"]),
+    (["."], ["fedheal: . is a folder: name an experiment file, such as experiment.toml"]),
 ]
 
 

@@ -19,6 +19,7 @@ from rich.table import Table
 from fedheal import models
 from fedheal.campaign.compare import parse_seeds
 from fedheal.cli.display import make_console
+from fedheal.cli.parsing import Command
 from fedheal.data import DATASETS, SPECS, DataRequest, find_spec, on_disk
 from fedheal.data.archive import read_export, read_manifest
 from fedheal.data.cache import prepare_data
@@ -30,7 +31,7 @@ from fedheal.runs.folder import make_folder, write_text
 from fedheal.simulate.build import load_domains, make_data_request, partition_clients
 from fedheal.simulate.experiment import Experiment, parse_overrides
 
-data_app = typer.Typer(help="List, check, show, fetch, prepare and export data sets.", no_args_is_help=True)
+data_app = typer.Typer()  # `DataGroup` of app.py has its help
 
 Data = Annotated[str, typer.Argument(help="digits, office-caltech, folder:PATH, ...; see 'fedheal data list' for all.")]
 Root = Annotated[str | None, typer.Option(help="The data directory; FEDHEAL_DATA if not given.")]
@@ -40,7 +41,7 @@ Words = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", he
 EXIT_CODES = {"missing": 1, "damaged": 2, "unusable": 2}
 
 
-@data_app.command("list")
+@data_app.command("list", cls=Command)
 def list_command() -> None:
     """List the data sets, and the default settings of an experiment on them."""
     rows = [[n, d.about, " ".join(f"{k}={v}" for k, v in d.protocol.items())] for n, d in DATASETS.items()]
@@ -50,7 +51,7 @@ def list_command() -> None:
     typer.echo(f"Models: {', '.join(models.MODELS)}, timm:NAME, torchvision:NAME, or package.module:factory")
 
 
-@data_app.command("check")
+@data_app.command("check", cls=Command)
 def check_command(
     data: Annotated[str | None, typer.Argument(help="A data set; all that are read from disk if not given.")] = None,
     data_root: Root = None,
@@ -58,9 +59,9 @@ def check_command(
 ) -> None:
     """Report what is on disk: state, size and class balance of each domain, and where to get what is missing.
 
-    The exit code is 0 if every domain is found (a stand-in counts), 1 if one is missing or lacks classes that others have,
-    2 if one is damaged or has no test images, or they have fewer than two classes in common. Images in folders are
-    counted but not opened: fedheal data prepare lists those that cannot be read.
+    Exit code 0: every domain is found (a stand-in counts). 1: a domain is missing, or lacks classes that others have. 2: a
+    domain is damaged or has no test images, or the domains have fewer than two classes in common. Images in folders are
+    counted but not opened; fedheal data prepare lists those that cannot be read.
     """
     if data is None and resolve_root(data_root).is_file():  # an export, which names its data set
         export = resolve_root(data_root)
@@ -89,7 +90,7 @@ def check_command(
     raise typer.Exit(exit_code)
 
 
-@data_app.command("show")
+@data_app.command("show", cls=Command)
 def show_command(
     data: Data,
     out: Annotated[Path, typer.Option(help="The folder for the images.")] = Path("data-show"),
@@ -125,7 +126,7 @@ def show_command(
     typer.echo(f"{path}\n{path.with_suffix('.png')}")
 
 
-@data_app.command("fetch")
+@data_app.command("fetch", cls=Command)
 def fetch_command(
     data: Data,
     domain: Annotated[list[str] | None, typer.Option(help="Only this domain; may be given several times.")] = None,
@@ -159,10 +160,10 @@ def fetch_command(
             remark = "verified" if file.is_verified else "recorded: no published checksum"
             typer.echo(f"{file.path}  SHA-256 {file.sha256} ({remark})")
     if errors:
-        raise ValueError("; ".join(errors))
+        raise ValueError("; ".join(dict.fromkeys(errors)))
 
 
-@data_app.command("prepare")
+@data_app.command("prepare", cls=Command)
 def prepare_command(
     data: Data,
     data_root: Root = None,
@@ -174,7 +175,7 @@ def prepare_command(
 ) -> None:
     """Decode a data set once, into memory-mapped files.
 
-    They are written to the folder FEDHEAL_CACHE, or ~/.cache/fedheal. The first run on a data set does the same.
+    The files go to the folder FEDHEAL_CACHE, or to ~/.cache/fedheal. The first run on a data set does this by itself.
     """
     experiment = _make_experiment(data, data_root, allow_missing, words)
     start = time.monotonic()
@@ -189,7 +190,7 @@ def prepare_command(
     typer.echo(f"{prepared.folder} ({time.monotonic() - start:.1f} s)")
 
 
-@data_app.command("export")
+@data_app.command("export", cls=Command)
 def export_command(
     data: Data,
     out: Annotated[Path | None, typer.Option(help="The file; <data>.export if not given.")] = None,
@@ -200,12 +201,14 @@ def export_command(
 ) -> None:
     """Write the images that a protocol uses to one small file, to take to another machine.
 
-    There, data_root=FILE (or its folder) runs the same experiments with the same bytes. For an export of your own image
-    folders, use data=folder:FILE.
+    On that machine, set data_root=FILE (or its folder): experiments then use the same bytes. For an export of your own image
+    folders, set data=folder:FILE there.
 
     Example: fedheal data export digits --seeds 0-2 --out digits.export
     """
     chosen_seeds = parse_seeds(seeds)
+    if out is not None and out.is_dir():
+        raise ValueError(f"{out} is a folder: name a file, such as {out / 'data.export'}")
     experiment = _make_experiment(data, data_root, allow_missing, words)
     for field in parse_overrides(words or ()).keys() & {"seed", "split_seed"}:
         raise ValueError(f"{field}={getattr(experiment, field)}: set the seeds of an export by --seeds")
@@ -226,7 +229,7 @@ def _make_file_name(data: str, part: str) -> str:
 
 
 def _print_clients(rows: Sequence[Sequence[str]], classes: Sequence[str]) -> None:
-    """Print a column for every class if they fit, else the number of classes that each client holds, and the largest."""
+    """Print how many samples of each class a client holds; if that is too wide, its number of classes and the largest three."""
     console = make_console()
     table = _make_table(["client", "domain", "samples", *classes], rows)
     if console.measure(table, options=console.options.update(max_width=1 << 20)).maximum > console.width:

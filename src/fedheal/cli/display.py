@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live
 from rich.measure import Measurement
@@ -44,7 +45,8 @@ PROSE_WIDTH = 30  # columns more than the longest words, for a table of prose to
 
 def find_width() -> int | None:
     """Return the columns of the terminal, or of COLUMNS if that is set; None if the output goes elsewhere."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() or "COLUMNS" in os.environ else None
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None if a parent process has closed it
+    return shutil.get_terminal_size().columns if is_terminal or "COLUMNS" in os.environ else None
 
 
 def make_console() -> Console:
@@ -62,8 +64,11 @@ def print_table(head: Sequence[str], body: Iterable[Sequence[str]], title: str =
         table.add_row(*line)
     if title:
         typer.echo(title)
-    longest_words = Measurement.get(console, console.options.update(max_width=10_000), table).minimum
-    if longest_words + (PROSE_WIDTH if prose else 0) <= console.width:
+    width = Measurement.get(console, console.options.update(max_width=10_000), table)  # minimum: with one word a line
+    if width.maximum > console.width and not prose:  # rich would cut words of the widest columns
+        for column, cells in zip(table.columns, zip(head, *lines, strict=True), strict=True):
+            column.width = max(cell_len(word) for cell in cells for word in [*cell.split(), ""])
+    if width.minimum + (PROSE_WIDTH if prose else 0) <= console.width:
         console.print(table)
     else:
         typer.echo(format_blocks(head, lines, console.width, prose))
@@ -222,6 +227,9 @@ def show_parts() -> None:
 
 def show_parameters(name: str) -> None:
     """Print a method's parameters and the source of each default."""
+    if name in rows.BOUNDS:
+        typer.echo(f"{name} is a bound for comparisons, not a method, and has no parameters: {rows.BOUNDS[name]}.")
+        return
     method, body = method_table.get(name), []
     for part in method.parts:
         for key, parameter in part.parameters.items():

@@ -13,14 +13,16 @@ def is_file(word: str) -> bool:
 
 
 def check_files(files: Sequence[str], words: Sequence[str]) -> None:
-    """Raise ValueError if the words are no experiment file and fields."""
+    """Raise ValueError unless the words are fields and at most one experiment file."""
     if "=" in words:
         raise ValueError(f"'{' '.join(words)}' has spaces around '=': write key=value without them")
     for file in files:
+        if Path(file).is_dir():
+            raise ValueError(f"{file} is a folder: name an experiment file, such as {Path(file, 'experiment.toml')}")
         if not file.endswith(".toml") and not Path(file).exists():
             raise ValueError(f"'{file}' is neither a field (key=value, such as method={file}) nor a file (FILE.toml)")
     if len(files) > 1:
-        raise ValueError(f"one experiment file at most can be run, but there are {len(files)}: {', '.join(files)}")
+        raise ValueError(f"{', '.join(files)}: a run takes one experiment file, not {len(files)}; leave the others out")
 
 
 def is_override(word: str) -> bool:

@@ -1,0 +1,186 @@
+"""The commands that run many experiments: `fedheal demo`, `compare` and `sweep`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedheal.cli.options import SEEDS_HELP, AsJson, Jobs, Quiet, Ray, RunsFolder, Seeds, Track
+from fedheal.cli.planned_jobs import count_runs, run_jobs
+from fedheal.cli.words import is_override
+
+DEMO_METHODS = ("fedavg", "fedavg+uniform", "fedheal", "fedheal:variant=released")
+SEARCHES = ("grid", "random", "optuna")
+VARY_HELP = (
+    "Instead of --seeds: seeds of split, init and batch, all combined, for variance components: split=10,init=3."
+)
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="The folder of the runs.")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(help="The seed of all four runs.")] = 0,
+    rounds: Annotated[int | None, typer.Option(help="Fewer rounds, for a first look; use a separate --out.")] = None,
+    jobs: Jobs = 0,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare FedAvg, FedAvg with uniform weights, and FedHEAL as in the paper and as released, on the embedded digits.
+
+    Run the same command again to resume it: finished runs are not repeated.
+    """
+    from fedheal.campaign.compare import plan
+    from fedheal.cli import display
+    from fedheal.report import rows, tables
+    from fedheal.runs.folder import check_folder
+
+    planned = plan(DEMO_METHODS, [seed], {} if rounds is None else {"rounds": rounds}, check_folder(out))
+    run_jobs(planned, quiet or as_json, f"Four methods on ten digits in four domains, seed {seed}", jobs)
+    summaries = [rows.load_summary(job.folder) for job in planned]
+    runs = rows.build_rows(summaries)
+    page = display.write_page(runs, out / "report.html", "FedHEAL on four domains of digits")
+    if as_json:
+        typer.echo(json.dumps(summaries, indent=2))
+    elif not quiet:
+        display.show_comparison(summaries)
+        about = tables.build_tables(runs)[0].about
+        typer.echo(
+            f"{about[0].upper()}{about[1:]}. One seed: differences of a point or two are noise.\n"
+            f"Figures and all numbers: {page} (open it in a browser).\n"
+            f"The runs are in {out}/; try: {_find_command()} compare fedavg fedavg+uniform fedheal"
+        )
+
+
+def compare(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="METHOD... [key=value ...]", help="Methods or bounds, and fields that all runs share."),
+    ],
+    data: Annotated[str, typer.Option(help="The data set.")] = "embedded",
+    seeds: Annotated[str | None, typer.Option(help=SEEDS_HELP, show_default="8")] = None,
+    vary: Annotated[str | None, typer.Option(help=VARY_HELP)] = None,
+    out: RunsFolder = None,
+    jobs: Jobs = 0,
+    ray: Ray = None,
+    track: Track = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare methods over several seeds, paired by seed, and show a table and what may be concluded from it.
+
+    Run the same command again to resume it: finished runs are not repeated. lr=0.1 is a field of all runs; fedprox:mu=0.1, with
+    a colon, is a method with a parameter. Bounds can stand beside methods: standalone, centralised, leave-one-domain-out. With
+    evaluate=unseen, each domain is evaluated with a model that was trained without it.
+
+    Example: fedheal compare fedavg fedavg+uniform fedheal --seeds 8 rounds=10
+    """
+    from fedheal.campaign import compare as comparison
+    from fedheal.cli import display
+    from fedheal.report import conclusions, rows, tables
+    from fedheal.report.comparability import list_cautions
+    from fedheal.report.text_report import format_report
+    from fedheal.report.variance_table import decompose_rows, flatten_components
+    from fedheal.runs.folder import check_folder
+    from fedheal.simulate.experiment import make_folder_name, parse_overrides
+
+    overrides = [word for word in words if is_override(word)]
+    values = parse_overrides(overrides)
+    for option in ("data", "seeds", "vary", "jobs"):
+        if option in values:
+            raise ValueError(
+                f"{option}={values[option]} is not a field of a comparison: use --{option} {values[option]}"
+            )
+    methods = [word for word in words if not is_override(word)]
+    for word in methods:
+        if word.endswith(".toml"):
+            raise ValueError(f"{word}: a comparison takes no experiment file; write its fields as key=value")
+    numbers = comparison.choose_seeds(seeds, vary)
+    name = ["compare", data.replace(":", "."), *comparison.name_design(numbers), *sorted(overrides)]
+    folder = check_folder(out or Path("runs") / make_folder_name("-".join(name)))
+    planned = comparison.plan(methods, numbers, values | {"data": data}, folder, track)
+    alone = f"{methods[0]} is the only method, so nothing is compared: name another to compare it with"
+    note = alone if len(methods) == 1 else ""
+    run_jobs(planned, quiet or as_json, count_runs(planned, folder), jobs, ray, note=note)
+    runs = rows.build_rows(rows.load_summary(job.folder) for job in planned)
+    rows.write_method_order(folder, runs)
+    if as_json:
+        groups = rows.group_by_data(runs).values()
+        sentences = [text for group in groups for text in list_cautions(group) + conclusions.conclude(group)]
+        components = flatten_components([line for group in groups for line in decompose_rows(group)])
+        shown = {"rows": tables.flatten_rows(runs), "conclusions": sentences}
+        typer.echo(json.dumps(shown | ({"components": components} if components else {}), indent=2))
+    elif not quiet:
+        typer.echo(format_report(runs, "text", width=display.find_width()))
+
+
+def sweep_command(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="key=values ...", help="Fields to search: 0:0.9:0.1 or 0,0.4,1. One value is fixed."),
+    ],
+    seeds: Seeds = "1",
+    metric: Annotated[str, typer.Option(help="The metric to choose by: avg, worst, std, gap or jain.")] = "avg",
+    search: Annotated[str, typer.Option(help="grid, random or optuna.")] = "grid",
+    trials: Annotated[int, typer.Option(help="How many points random and optuna try.")] = 20,
+    out: RunsFolder = None,
+    jobs: Jobs = 0,
+    ray: Ray = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Search values of fields, and choose the best on data held out of the clients' training data (validation=0.2).
+
+    Results on the test set are not shown. The last line is a command that tests the choice, on other seeds. Some values contain
+    commas themselves and count as one value: only=plain,noisy, clients_per_domain=plain=5,noisy=3, and a method with
+    parameters.
+
+    Example: fedheal sweep method=fedheal tau=0:0.9:0.1 beta=0,0.4,1 rounds=10
+    """
+    if search not in SEARCHES:
+        raise ValueError(f"search = {search}: use {', '.join(SEARCHES)}")
+    from rich.console import Console
+
+    from fedheal.campaign import sweep
+    from fedheal.campaign.compare import parse_seeds
+    from fedheal.cli import display
+    from fedheal.core.atomic_files import write_if_changed
+    from fedheal.runs.folder import check_folder
+    from fedheal.simulate.experiment import make_folder_name
+
+    space, fixed = sweep.parse_space(words)
+    name = ["sweep", *(word.replace(":", "..") for word in sorted(words))]
+    folder = check_folder(out or Path("runs") / make_folder_name("-".join(name)))
+    wanted = sweep.Search(space, fixed, parse_seeds(seeds), folder, metric)
+    run_trials = functools.partial(run_jobs, quiet=quiet or as_json, title="", jobs=jobs, ray=ray, is_search=True)
+    first = wanted.jobs(wanted.point(0))[0]
+    if ray is None and not first.is_finished:
+        display.print_class_notes([first.experiment], Console(quiet=quiet or as_json))
+    found = list(sweep.SEARCHES[search](wanted, run_trials, trials))
+    best = sweep.choose_best(found, metric)
+    summary = {
+        "metric": metric,
+        "judged_on": "validation data held out of the clients' training data",
+        "chosen": best.point,
+        "trials": [{"point": trial.point, "validation": trial.validation} for trial in found],
+        "next_command": wanted.format_next_command(best),
+    }
+    write_if_changed(folder / "sweep.json", json.dumps(summary, indent=2) + "\n")
+    if as_json:
+        typer.echo(json.dumps(summary, indent=2))
+    elif not quiet:
+        # A cluster's data need not be on this machine.
+        data = sweep.measure_validation(wanted.jobs(best.point)[0].experiment) if ray is None else None
+        display.show_search(wanted, found, best, data)
+
+
+def _find_command() -> str:
+    """Return how to call this program in the user's shell, which may not have its environment activated."""
+    program = Path(sys.executable).with_name("fedheal")
+    if shutil.which("fedheal") or not program.exists():
+        return "fedheal"
+    return str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)
