@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fedheal import Experiment
+from fedheal.analysis.paired_tests import sign_flip_p
 from made_up import make_run
 
 ROOT = Path(__file__).parents[2]
@@ -98,3 +100,30 @@ def test_the_rows_can_be_planned(tool, tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.startswith("open: uniform weights, seed 8, FedHEAL (paper), seed 8, ")
     assert out.count("seed") == 8
+
+
+def test_the_least_final_p_is_reached_by_clear_gains_and_never_undercut(confirmation):
+    # Two losses and a small gain: of the eight flips, only the one that also makes the gain a loss has a smaller sum.
+    assert confirmation.find_least_final_p([-4.5, -4.1, 0.2], 8) == 2 * 7 / 256
+    assert confirmation.find_least_final_p([], 8) == 2 / 256
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        known = rng.normal(0, 1, rng.integers(1, 7))
+        bound = confirmation.find_least_final_p(known.tolist(), 8)
+        assert sign_flip_p([*known, *[100.0] * (8 - len(known))]) == bound
+        gains = [*known, *rng.normal(1, 2, 8 - len(known))]
+        assert sum(gains) <= 0 or sign_flip_p(gains) >= bound
+
+
+def test_the_page_says_when_yes_is_excluded(confirmation, tmp_path):
+    for gain, seed in ((1.0, 8), (1.0, 9), (-1.5, 10)):  # on the worst domain: in AVG and in STD
+        domains = START | {"syn_standin": START["syn_standin"] + gain}
+        make_run(tmp_path / "confirmation" / "digits", "digits", confirmation.CHOSEN.method, domains, 200, seed=seed)
+    make_runs(tmp_path / "digits", "fedavg+uniform", 0.0, (8, 9))
+    assert "not *yes*" not in "\n".join(confirmation.write_confirmation(tmp_path))
+    make_runs(tmp_path / "digits", "fedavg+uniform", 0.0, (10,))
+    page = "\n".join(confirmation.write_confirmation(tmp_path))
+    # Four flips of 1, 1, -1.5 have a sum of at least 0.5, and so do their mirror images below -0.5: p is at least 8 / 256, and
+    # twice that for the last two comparisons of Holm's correction.
+    assert "**The answer is not *yes*.**" in page
+    assert "will be at least 0.062 for AVG against uniform weights, 0.062 for STD against uniform weights." in page
