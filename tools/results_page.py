@@ -104,7 +104,7 @@ def _tabulate_runs(runs: Sequence[Run], data: str) -> list[str]:
         "training, aggregation and evaluation, mean and median over all rounds; the first round of a process compiles what the "
         "others use."
     ]
-    other_lengths = [f"{run.entry.label} ({run.experiment.rounds})" for run in runs if not run.is_full]
+    other_lengths = dict.fromkeys(f"{run.entry.label} ({run.experiment.rounds})" for run in runs if not run.is_full)
     if other_lengths:
         notes.append(f"Not the protocol's {runs[0].planned_rounds} rounds: {', '.join(other_lengths)}.")
     notes += [f"**{note}.**" for note in describe_stand_ins(columns, data)]

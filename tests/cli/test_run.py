@@ -275,6 +275,13 @@ def test_an_unreadable_description_is_a_sentence(call, tmp_path: Path, content: 
     assert [p.name for p in tmp_path.iterdir()] == ["bad.toml"]
 
 
+def test_a_description_may_begin_with_a_byte_order_mark(call, tmp_path: Path) -> None:
+    (tmp_path / "experiment.toml").write_bytes(b"\xef\xbb\xbfseed = 7\n")
+    done = call("run", "experiment.toml", *WORDS, "--quiet", "--out", "here")
+    assert done.code == 0, done.err
+    assert json.loads((tmp_path / "here" / "result.json").read_text())["seed"] == 7
+
+
 def test_a_folder_of_another_experiment_is_refused_and_left_alone(call, tmp_path: Path) -> None:
     call("run", *WORDS, "--quiet", "--out", "here")
     before = read_files(tmp_path)

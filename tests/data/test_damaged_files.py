@@ -232,6 +232,14 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, call, monkeypatch) -> No
     assert_sentence(call("data", "prepare", "digits", "--data-root", root), "FEDHEAL_CACHE")
 
 
+def test_an_empty_name_of_the_cache_is_no_name(tmp_path: Path, call, monkeypatch) -> None:
+    root = layouts.digits(tmp_path / "data")
+    monkeypatch.setenv("FEDHEAL_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    assert call("data", "prepare", "digits", "--data-root", root).code == 0
+    assert [path.name for path in (tmp_path / "caches").iterdir()] == ["fedheal"]
+
+
 def test_an_export_that_cannot_be_written(tmp_path: Path, call) -> None:
     root = layouts.digits(tmp_path / "data")
     small = ["samples_per_client=3", "clients_per_domain=2"]

@@ -119,7 +119,7 @@ class PreparedData:
 def prepare_data(inputs: CacheInputs, again: bool = False) -> PreparedData:
     """Return the prepared data set. Make it if it is not in the cache, or if `again` is set."""
     short = re.sub(r"[^A-Za-z0-9_-]+", "_", Path(inputs.name).name)[:40]
-    cache = os.environ.get(VARIABLE, Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fedheal"))
+    cache = os.environ.get(VARIABLE) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fedheal")
     folder = Path(cache).expanduser() / f"{short}-{inputs.size}-{inputs.key[:16]}"
     if again and folder.exists():
         shutil.rmtree(folder)

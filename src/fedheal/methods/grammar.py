@@ -20,6 +20,16 @@ from fedheal.core.parameter import Parameter, get_parameters
 IMPORT_PATH = re.compile(r"(?P<path>[A-Za-z_][\w.]*:[A-Za-z_]\w*)(:(?P<assignments>.*))?")
 
 
+def deny_parameter(key: str, known: Collection[str]) -> str:
+    """Say that there is no such parameter, and which there are.
+
+    >>> deny_parameter("tua", ["tau", "beta"])
+    "has no parameter 'tua' (did you mean 'tau'?); it has beta, tau"
+    """
+    has = ", ".join(sorted(known)) or "no parameters"
+    return f"has no parameter '{key}'{suggest(key, list(known))}; it has {has}"
+
+
 @dataclass(frozen=True)
 class Part:
     """One part of a name: its constructor, and the values that the name gives to parameters."""
@@ -46,8 +56,7 @@ class Part:
         """Return the part with one more parameter, read from text."""
         parameters = self.parameters
         if key not in parameters:
-            names = list(parameters)
-            raise ValueError(f"'{self.name}' has no parameter '{key}'{suggest(key, names)}; it has {sorted(names)}")
+            raise ValueError(f"'{self.name}' {deny_parameter(key, parameters)}")
         return replace(self, explicit={**self.explicit, key: parameters[key].parse(text)})
 
     def unset(self, keys: Collection[str]) -> Part:

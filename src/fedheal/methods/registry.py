@@ -20,7 +20,6 @@ from fedheal.aggregate.whole.fedga import fedga_stage
 from fedheal.aggregate.whole.fedism import FEDISM_BETA, FEDISM_Q, fedism_stage
 from fedheal.aggregate.whole.fedpw import fedpw_stage
 from fedheal.core.checks import check_type
-from fedheal.core.errors import suggest
 from fedheal.core.parameter import Parameter, declare_parameters, get_parameters
 from fedheal.local.client_weights import FAIR_CONTROLS
 from fedheal.local.ditto import Ditto
@@ -41,7 +40,7 @@ from fedheal.local.fpl import FPL
 from fedheal.local.moon import Moon
 from fedheal.local.scaffold import SCAFFOLD_CLIP, SCAFFOLD_ETA_G, SCAFFOLD_OPTION, Scaffold
 from fedheal.local.term import Term
-from fedheal.methods.grammar import Part, parse_parts
+from fedheal.methods.grammar import Part, deny_parameter, parse_parts
 
 CACHED_METHODS = 256
 METHOD_REMEDY = "give a method's name, such as 'fedheal', or a Method, such as Method(aggregator=..., name='mine')"
@@ -360,9 +359,8 @@ def _set_key(parts: list[Part], key: str, value: Any, name: str) -> list[Part]:
     """Return the parts, with the parameter set in the only part that has it."""
     owners = [i for i, part in enumerate(parts) if key in part.parameters]
     if not owners:
-        known = sorted({key for part in parts for key in part.parameters})
-        has = f"it has {known}" if known else "it has no parameters"
-        raise ValueError(f"method '{name}' has no parameter '{key}'{suggest(key, known)}; {has}")
+        known = {key for part in parts for key in part.parameters}
+        raise ValueError(f"method '{name}' {deny_parameter(key, known)}")
     if len(owners) > 1:
         names = ", ".join(parts[i].name for i in owners)
         raise ValueError(f"parameter '{key}' belongs to several parts of '{name}' ({names}): write it behind one")

@@ -73,7 +73,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_toml(path: Path) -> dict[str, Any]:
     """Return what a TOML file holds. Raise ValueError if it cannot be read."""
     try:
-        return parse_toml(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8-sig"))  # some editors write a byte-order mark
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
