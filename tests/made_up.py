@@ -84,10 +84,17 @@ def load_rows(folder: Path) -> list[rows.Row]:
 
 
 def make_run(
-    folder: Path, data: str, method: str, domains: dict[str, float], rounds: int, seconds: Any = (), seed: int = 0
+    folder: Path,
+    data: str,
+    method: str,
+    domains: dict[str, float],
+    rounds: int,
+    seconds: Any = (),
+    seed: int = 0,
+    **fields: Any,
 ) -> None:
     """Write a finished run with the same accuracies in every round, named as `results/` has it."""
-    experiment = Experiment(data=data, method=method, rounds=rounds, seed=seed)
+    experiment = Experiment(data=data, method=method, rounds=rounds, seed=seed, **fields)
     path = folder / experiment.folder_name
     path.mkdir(parents=True)
     (path / "experiment.toml").write_text(experiment.to_toml())

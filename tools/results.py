@@ -140,23 +140,30 @@ def collect(options: argparse.Namespace) -> int:
         if target is None:
             say(f"{folder}: left, since {problem}")
         else:
-            offer_run(folder, experiment, target)
+            offer_run(folder, experiment, target, options.results)
     if not folders:
         say(f"{options.runs} holds no finished run")
     options.results.mkdir(parents=True, exist_ok=True)
     return write_table(options)
 
 
-def offer_run(folder: Path, experiment: Experiment, target: Path) -> None:
-    """Copy a run, unless the results have one whose number of rounds is at least as near to the planned number."""
+def offer_run(folder: Path, experiment: Experiment, target: Path, results: Path) -> None:
+    """Copy a run, unless the results have one whose number of rounds is at least as near to the planned number.
+
+    A run that makes room stays in the folder of another campaign, if one has planned it.
+    """
     if not target.exists():
         copy_run(folder, experiment, target)
         say(f"{target}: taken")
         return
-    rounds, present = experiment.rounds, read_experiment(target).rounds
+    former = read_experiment(target)
+    rounds, present = experiment.rounds, former.rounds
     headline = CAMPAIGNS["headline"]
     planned = headline.count_rounds(experiment.data) if experiment.data in headline.settings else present
     if abs(rounds - planned) < abs(present - planned):
+        for campaign in CAMPAIGNS.values():
+            if campaign.folder and not campaign.find_departure(former):
+                copy_run(target, former, results / campaign.folder / name_folder(former.data) / target.name)
         copy_run(folder, experiment, target)
         say(f"{target}: taken, with {rounds} rounds in place of {present}")
     elif rounds != present:

@@ -127,3 +127,17 @@ def test_the_page_says_when_yes_is_excluded(confirmation, tmp_path):
     # twice that for the last two comparisons of Holm's correction.
     assert "**The answer is not *yes*.**" in page
     assert "will be at least 0.062 for AVG against uniform weights, 0.062 for STD against uniform weights." in page
+
+
+def test_a_longer_run_of_the_headline_leaves_the_confirmations_run(tool, confirmation, tmp_path, capsys):
+    domains = {"amazon": 50.0, "webcam": 50.0, "dslr": 40.0}
+    for rounds in (100, 200):
+        make_run(
+            tmp_path / f"runs{rounds}", "office-caltech", "fedavg+uniform", domains, rounds, seed=8, allow_missing=True
+        )
+        words = ["collect", "--runs", str(tmp_path / f"runs{rounds}"), "--results", str(tmp_path / "results")]
+        assert tool.main(words) == 0
+    assert "with 200 rounds in place of 100" in capsys.readouterr().out
+    (run,) = confirmation.read_confirmation(tmp_path / "results", "office-caltech", 100)
+    assert run.folder.parent == tmp_path / "results" / "confirmation" / "office-caltech"
+    assert run.experiment.rounds == 100
