@@ -12,7 +12,7 @@ from fedheal.analysis.paired_tests import holm
 from fedheal.reproduce import RECIPES
 from fedheal.reproduce.plans import Recipe, RecipeRow
 from results_data import Run, read_runs
-from results_page import TEST_COLUMNS, format_list, format_table, tabulate_tests
+from results_page import TEST_COLUMNS, describe_time, format_list, format_table, tabulate_tests
 
 FOLDER = "confirmation"
 CHOSEN = RecipeRow("the chosen method", "fedavg+qffl:q=2.0,mode=reweight+fphl+mix:last=0.9+fedadam")
@@ -73,7 +73,7 @@ def _write_data_set(runs: Sequence[Run], data: str) -> list[str]:
     if CHOSEN.label in compared and len(compared) > 1:
         tests, notes = tabulate_tests(compared, CHOSEN.label)
         parts += [format_table([f"less {CHOSEN.label}", *TEST_COLUMNS], tests), format_list(notes)]
-    return [*parts, *_exclude_yes(groups), *_list_open_runs(groups, data)]
+    return [*parts, describe_time(runs), *_exclude_yes(groups), *_list_open_runs(groups, data)]
 
 
 def _exclude_yes(groups: Mapping[str, Sequence[Run]]) -> list[str]:

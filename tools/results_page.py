@@ -311,7 +311,15 @@ def _list_machines(runs: Sequence[Run]) -> list[str]:
     lines = [machine if is_one else f"{machine}: {', '.join(dict.fromkeys(rows))}" for machine, rows in groups.items()]
     prints = {run.summary["data_fingerprint"] for run in runs}
     same = "the same" if len(prints) == 1 else f"**not the same ({len(prints)} kinds)**"
-    return ["### What it ran on", format_list([*lines, f"The data of all runs are {same}, by their fingerprints."])]
+    facts = [f"The data of all runs are {same}, by their fingerprints.", describe_time(runs)]
+    return ["### What it ran on", format_list([*lines, *facts])]
+
+
+def describe_time(runs: Sequence[Run]) -> str:
+    """Say how long the rounds of all runs took."""
+    minutes = sum(sum(record.seconds.values()) for run in runs for record in run.records) / 60
+    count = f"{len(runs)} run" + "s" * (len(runs) > 1)
+    return f"The rounds of {count} took {minutes:,.0f} minutes by their records. Runs that shared a GPU count in full."
 
 
 def _list_open_rows(entries: Sequence[RecipeRow], runs: Sequence[Run], data: str) -> list[str]:

@@ -44,6 +44,7 @@ def test_controls_of_the_headline_and_runs_of_the_confirmation_are_compared(conf
     assert "| uniform weights | AVG | -2.00 | -2.00 to -2.00 | 0 of 2 | 1.000 | 1.000 |" in page
     assert "| FedHEAL (paper) | AVG | -1.00 | -1.00 to -1.00 | 0 of 2 | 1.000 | 1.000 |" in page
     assert "Holm's correction over 4 comparisons" in page
+    assert "The rounds of 7 runs took 23 minutes by their records." in page  # 200 rounds of a second each
     assert (
         "Open are 25 of 32 runs (`python tools/results.py run --recipe confirmation --data digits --seeds 8-15`" in page
     )
