@@ -25,7 +25,7 @@ NAVIGATION = {
         "Use Flower": "flower",
         "Use NVFLARE": "nvflare",
         "Operate a federation": "operate",
-        "Sum updates securely": "secure",
+        "Use secure aggregation": "secure",
         "Read reports and diagnoses": "report",
         "Reproduce the paper": "reproduce",
         "Track runs": "track",

@@ -192,7 +192,7 @@ def test_a_site_does_not_send_its_model_to_another_strategy_or_a_broken_one():
         return Message(RecordDict({"arrays": ArrayRecord(model)}), reply_to=message)
 
     context = Context(1, 7, {"partition-id": 0}, RecordDict(), {})
-    with pytest.raises(ValueError, match="sends its model in secure sums only"):
+    with pytest.raises(ValueError, match="sends its model by secure aggregation only"):
         SecureSumMod()(make_message(RecordDict({"arrays": START})), context, train)
     assert WITHHELD not in context.state
 

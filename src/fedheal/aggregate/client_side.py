@@ -2,7 +2,7 @@
 
 Whether an entry is kept depends on the client's own history, its update and tau. With `u` any positive multiple of its
 weight (the same for all clients), the server adds up `u * kept * D` and `u * kept` and divides. Plain sums over clients
-let FPHL run under secure summation, or over very many clients without sign counts on the server. `docs/design.md` says
+let FPHL run under secure aggregation, or over very many clients without sign counts on the server. `docs/design.md` says
 what the sums reveal.
 """
 

@@ -1,4 +1,4 @@
-"""FedHEAL over secure sums: the server sees the sum of the clients' updates, and no single one.
+"""FedHEAL with secure aggregation: the server sees the sum of the clients' updates, and no single one.
 
 Change one line on each side::
 
@@ -77,12 +77,12 @@ def SecureFedHEAL(
         ValueError: A parameter is out of range.
 
     >>> SecureFedHEAL(tau=0.4).name
-    'fedavg+fedheal:tau=0.4 (secure sums)'
+    'fedavg+fedheal:tau=0.4 (secure aggregation)'
     """
     check_among("fael", fael, ("momentum", False))
     method = methods.get("fedheal", tau=tau, beta=beta, fael=fael)
     weights = chain(read_distances(), *([fael_weights(beta)] if fael else []))
-    summed = Method(local=(), aggregator=Aggregator(weights), name=f"{method.name} (secure sums)")
+    summed = Method(local=(), aggregator=Aggregator(weights), name=f"{method.name} (secure aggregation)")
     return SecureStrategy(summed, tau=tau, threshold=threshold, stage_timeout=stage_timeout, **settings)
 
 

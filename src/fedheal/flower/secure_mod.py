@@ -1,4 +1,4 @@
-"""A site's part in secure sums, as a mod: it keeps the trained model back and adds its update to a masked sum.
+"""A site's part in secure aggregation, as a mod: it keeps the trained model back and adds its update to a masked sum.
 
     app = ClientApp(mods=[SecureSumMod()])
 
@@ -31,7 +31,7 @@ WITHHELD = "fedheal.withheld"  # in the client's own state: its update until it 
 
 
 class SecureSumMod:
-    """Keep updates on the site, and add them to secure sums.
+    """Keep updates on the site, and send them by secure aggregation only.
 
     Args:
         layout: The model's layout; only needed if the strategy was given the module as `model`.
@@ -58,7 +58,7 @@ class SecureSumMod:
         content, received = reply.content, message.content.array_records[self.key]
         if MASK not in content.array_records:
             remedy = "use fedheal.flower.secure.SecureFedHEAL on the server and fedheal.flower.client here"
-            raise ValueError(f"the reply holds no mask, and this site sends its model in secure sums only: {remedy}")
+            raise ValueError(f"the reply holds no mask, and this site sends its model by secure aggregation only: {remedy}")
         layout = self.layout or messages.infer_layout(received)
         before = messages.record_to_model(layout, received)
         local = messages.record_to_model(layout, content.array_records[self.key])

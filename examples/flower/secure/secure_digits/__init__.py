@@ -1,1 +1,1 @@
-"""Digits of four domains, one site a partition, in Flower with secure sums."""
+"""Digits of four domains, one site a partition, in Flower with secure aggregation."""

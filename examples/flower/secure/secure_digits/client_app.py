@@ -1,4 +1,4 @@
-"""A site: trains on its own digits, and gives its update to secure sums only."""
+"""A site: trains on its own digits, and sends its update by secure aggregation only."""
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
@@ -9,7 +9,7 @@ from fedheal.flower.secure import SecureSumMod
 from fedheal.simulate.federation import Federation
 from secure_digits.task import describe_experiment, get_site_name, load_federation
 
-app = ClientApp(mods=[SecureSumMod()])  # the only line that differs from a site without secure sums
+app = ClientApp(mods=[SecureSumMod()])  # the only line that differs from a site without secure aggregation
 
 
 @app.train()

@@ -1,4 +1,4 @@
-"""The server: FedHEAL over secure sums, and a run folder that survives a crash."""
+"""The server: FedHEAL with secure aggregation, and a run folder that survives a crash."""
 
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
