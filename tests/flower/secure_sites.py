@@ -1,4 +1,4 @@
-"""Sites for tests of secure aggregation: their updates depend on site and round alone, and their grid loses or changes replies."""
+"""Sites for tests of secure aggregation. Updates depend on site and round alone; the grid loses or changes replies."""
 
 from __future__ import annotations
 

@@ -58,7 +58,9 @@ class SecureSumMod:
         content, received = reply.content, message.content.array_records[self.key]
         if MASK not in content.array_records:
             remedy = "use fedheal.flower.secure.SecureFedHEAL on the server and fedheal.flower.client here"
-            raise ValueError(f"the reply holds no mask, and this site sends its model by secure aggregation only: {remedy}")
+            raise ValueError(
+                f"the reply holds no mask, and this site sends its model by secure aggregation only: {remedy}"
+            )
         layout = self.layout or messages.infer_layout(received)
         before = messages.record_to_model(layout, received)
         local = messages.record_to_model(layout, content.array_records[self.key])
