@@ -36,6 +36,7 @@ def make_reply(client: str, seed: int, scale: float = 0.01) -> RawReply:
     rng = np.random.default_rng(seed)
     state = LAYOUT.unpack(MODEL)
     moved = {k: v + torch.as_tensor(scale * rng.standard_normal(v.shape)).to(v.dtype) for k, v in state.items()}
+    moved["1.running_var"] = moved["1.running_var"].abs()
     return RawReply(client, {name: tensor.numpy() for name, tensor in moved.items()}, num_examples=10.0 + seed)
 
 

@@ -12,6 +12,9 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 
+from fedheal import Layout
+from fedheal.federation.extra_checks import check_extras
+from fedheal.federation.replies import RejectedReply, TrainReply
 from fedheal.federation.reply_limits import MAX_NAME, find_far_norms
 from fedheal.flower import FedHEAL
 from fedheal.runs import folder as records
@@ -48,6 +51,13 @@ def add_records(number: int) -> Spoil:
     return spoil
 
 
+def fill_array(name: str, value: float) -> Callable[[dict[str, Array]], None]:
+    def fill(record: dict[str, Array]) -> None:
+        record[name] = Array(np.full_like(record[name].numpy(), value))
+
+    return fill
+
+
 TOO_MUCH = {
     "bytes": (add_record("junk", ArrayRecord({"x": Array(np.zeros(2**22))})), "more than max_reply_bytes = "),
     "records": (add_records(100), "holds 10[23] records"),
@@ -62,6 +72,15 @@ TOO_MUCH = {
         r"'site\\n\[round 9\] all is well' has char",
     ),
     "a counter": (change_arrays(set_array("body.1.num_batches_tracked", Array(np.array(2**62)))), "counts beyond"),
+    "a counter that jumps": (
+        change_arrays(set_array("body.1.num_batches_tracked", Array(np.array(2**53)))),
+        r"'body.1.num_batches_tracked' counts \d+ more than the server sent, and at most 1000000000",
+    ),
+    "a running mean": (
+        change_arrays(fill_array("body.1.running_mean", 1e30)),
+        "'body.1.running_mean' holds 1e.30, beyond",
+    ),
+    "a running variance": (change_arrays(fill_array("body.1.running_var", -1.0)), "holds a negative variance"),
 }
 
 
@@ -160,6 +179,55 @@ def test_a_norm_far_above_the_median_is_warned_of_and_left_out_if_asked(budget, 
     assert "times the median of this round, and max_norm is 'auto'" in bounded.history[1].report["skipped"][name]
     assert torch.equal(bounded.state.model.params, run_without_reply()[0])
     assert all("far_norms" not in record.report for record in bounded.history)
+
+
+FAR_EXTRAS = {
+    "buffers": ("fedheal", change_arrays(fill_array("body.1.running_mean", 1e7))),
+    "messages": ("scaffold", change_messages(9e5)),
+}
+
+
+@pytest.mark.parametrize("kind", FAR_EXTRAS)
+def test_buffers_and_messages_far_above_the_median_are_warned_of_and_left_out_if_asked(kind, caplog):
+    method, far = FAR_EXTRAS[kind]
+    warned, name = run_with_bad_replies(far, method)
+    assert list(warned.history[1].report["far_norms"]) == [name]
+    assert f"the update of '{name}' has {kind} with norm " in caplog.text
+    assert warned.history[1].report["skipped"] == {}
+    bounded, _ = run_with_bad_replies(far, method, max_norm="auto")
+    skipped = bounded.history[1].report["skipped"]
+    assert re.search(
+        f"it sends {kind} with norm .* times the median of this round, and max_norm is 'auto'", skipped[name]
+    )
+    assert torch.equal(bounded.state.model.params, run_without_reply(method)[0])
+
+
+def test_a_constant_buffer_of_the_model_may_be_large():
+    """Attention masks hold the lowest number of their dtype."""
+    module = torch.nn.Linear(2, 1)
+    module.register_buffer("mask", torch.full((2,), torch.finfo(torch.float32).min))
+    layout = Layout.of(module)
+    model = layout.pack(module.state_dict())
+    arrays = {name: tensor.numpy().copy() for name, tensor in layout.unpack(model).items()}
+    reply = TrainReply("a", "home", arrays, 1.0, {})
+    check_extras(reply, layout, model)
+    arrays["mask"][1] = np.inf  # the aggregator names it
+    check_extras(reply, layout, model)
+    arrays["mask"][1] = 1e16
+    check_extras(reply, layout, model)
+    below = layout.pack({name: tensor / 1e30 for name, tensor in layout.unpack(model).items()})
+    with pytest.raises(RejectedReply, match=r"'mask' holds 3.40282e.38, beyond 1e.15"):
+        check_extras(reply, layout, below)
+
+
+def test_a_counter_must_fit_its_dtype():
+    module = torch.nn.Linear(1, 1)
+    module.register_buffer("steps", torch.tensor(7, dtype=torch.int32))
+    layout = Layout.of(module)
+    model = layout.pack(module.state_dict())
+    arrays = {name: tensor.numpy() for name, tensor in layout.unpack(model).items()}
+    with pytest.raises(RejectedReply, match=r"'steps' holds 1099511627783, beyond torch\.int32"):
+        check_extras(TrainReply("a", "home", {**arrays, "steps": np.array(2**40 + 7)}, 1.0, {}), layout, model)
 
 
 def test_norms_need_others_to_be_far_from():

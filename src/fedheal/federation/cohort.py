@@ -11,6 +11,7 @@ import torch
 from fedheal.core.layout import Layout
 from fedheal.core.state import RunState
 from fedheal.core.updates import Updates
+from fedheal.federation.extra_checks import check_extras, find_far_extras
 from fedheal.federation.replies import AUTO, MissingRequirement, RejectedReply, ReplyRequirements, TrainReply
 from fedheal.federation.reply_limits import find_far_norms
 from fedheal.federation.reply_updates import ReplyUpdates, UpdateWriter
@@ -37,13 +38,15 @@ class Cohort:
     missing_requirement: str | None = None  # what the method needs, if no reply has it
     message_digests: dict[str, str] = field(default_factory=dict)  # by client; of their names, shapes and dtypes
     get_norms: Callable[[], Mapping[str, float]] = dict  # of all updates that could be read
+    far_extras: Mapping[str, str] = field(default_factory=dict)  # clients with far buffers or messages, and how far
 
     def find_far_norms(self) -> dict[str, str]:
         """Return the clients that count, although far from the others, and how far.
 
         After the server step this costs nothing: its first pass over the updates measures them.
         """
-        return {c: why for c, why in find_far_norms(self.get_norms()).items() if c in self.replies}
+        far = {**self.far_extras, **find_far_norms(self.get_norms())}
+        return {client: why for client, why in far.items() if client in self.replies}
 
     def skip_all(self, reason: str) -> Self:
         """Return the cohort with every client skipped."""
@@ -73,7 +76,9 @@ class CohortBuilder(Generic[R]):
         missing: list[str] = []
         for reply in received:
             try:
-                replies[reply.client] = self.read(reply, self.layout, self.requirements)
+                read = self.read(reply, self.layout, self.requirements)
+                check_extras(read, self.layout, state.model)
+                replies[reply.client] = read
             except RejectedReply as error:
                 skipped[reply.client] = str(error)
                 missing += [error.needed] if isinstance(error, MissingRequirement) else []
@@ -84,11 +89,15 @@ class CohortBuilder(Generic[R]):
         _skip_unusual_messages(replies, {**known_digests, **digests}, skipped)
         replies = dict(sorted(replies.items()))
         updates = all_updates = ReplyUpdates(replies, state.model, self._writer)
-        if self.requirements.max_norm is not None and (too_long := self._find_too_long(all_updates.norms)):
+        far_extras = find_far_extras(replies, self.layout, state.model)
+        too_long = self._find_too_long(all_updates.norms) if self.requirements.max_norm is not None else {}
+        if self.requirements.max_norm == AUTO:
+            too_long = {c: f"it sends {far}, and max_norm is '{AUTO}'" for c, far in far_extras.items()} | too_long
+        if too_long:
             skipped |= too_long
             replies = {client: reply for client, reply in replies.items() if client not in too_long}
             updates = ReplyUpdates(replies, state.model, self._writer)
-        return Cohort(updates, replies, skipped, missing_requirement, digests, lambda: all_updates.norms)
+        return Cohort(updates, replies, skipped, missing_requirement, digests, lambda: all_updates.norms, far_extras)
 
     def _skip_unusable_messages(
         self, replies: dict[str, TrainReply], state: RunState, known_digests: Mapping[str, str], skipped: dict[str, str]

@@ -1,6 +1,10 @@
 """Bounds on what a client sends, checked before anything of it is kept, shown or recorded."""
 
 from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 MAX_NAME = 200  # characters of a client's or domain's name
 MAX_TEXT = 300  # characters of a client's text in logs and records
@@ -12,9 +16,16 @@ MAX_MESSAGE = 1e6  # in a message of a local term
 
 MAX_METRIC = 1e10  # of a metric that the aggregation needs: sums and squares of it stay finite
 
-MAX_COUNTER = 2**53  # of an integer array: the largest one wins in the global model, and must leave room to count on
+# Of an integer array the largest value wins in the global model. If one client could raise it at will, the others, who count on
+# from there, would soon be beyond any bound.
+MAX_COUNTER = 2**53
+MAX_COUNTER_STEP = 10**9  # in one round: more batches than a client trains
+
+MAX_BUFFER = 1e15  # of a running statistic: squares of it stay finite in float32
 
 NORM_FACTOR = 10.0  # times the cohort's median: a norm above that is warned of, and left out with max_norm="auto"
+# The same for buffers and for the messages of local terms, which differ more between honest clients of different domains.
+EXTRA_FACTOR = 1000.0
 MIN_NORMS = 3  # between two clients nobody can say which one is far off
 
 
@@ -38,7 +49,19 @@ def find_bad_name(kind: str, name: str) -> str | None:
     return None if name.isprintable() else f"its {kind} '{escape_text(name)}' has characters that cannot be printed"
 
 
-def find_far_norms(norms: Mapping[str, float]) -> dict[str, str]:
+def find_counter_jump(name: str, sent: NDArray[Any], received: NDArray[Any]) -> str | None:
+    """Return why a counter that a client sends back cannot be right, or None. A smaller one changes nothing.
+
+    >>> find_counter_jump("num_batches_tracked", np.array(5), np.array(2**53))
+    "its 'num_batches_tracked' counts 9007199254740987 more than the server sent, and at most 1000000000 are allowed"
+    """
+    step = int((received.reshape(-1).astype(np.int64) - sent.astype(np.int64)).max(initial=0))
+    if step <= MAX_COUNTER_STEP:
+        return None
+    return f"its '{name}' counts {step} more than the server sent, and at most {MAX_COUNTER_STEP} are allowed"
+
+
+def find_far_norms(norms: Mapping[str, float], factor: float = NORM_FACTOR) -> dict[str, str]:
     """Return the clients whose norm is far above the median of the cohort's, with the reason.
 
     >>> find_far_norms({"a": 1.0, "b": 2.0, "c": 50.0})
@@ -49,5 +72,5 @@ def find_far_norms(norms: Mapping[str, float]) -> dict[str, str]:
     return {
         client: f"norm {norm:.4g}, {norm / median:.3g} times the median of this round"
         for client, norm in norms.items()
-        if median > 0 and norm > NORM_FACTOR * median
+        if median > 0 and norm > factor * median
     }

@@ -45,7 +45,7 @@ def write_deltas(
 
     Every client's part of one block comes before the next block: so much of the model stays in a core's cache.
     """
-    flat = [{name: _view_flat(array) for name, array in reply.arrays.items()} for reply in replies]
+    flat = [{name: view_flat(array) for name, array in reply.arrays.items()} for reply in replies]
 
     def write_block(block: Block) -> list[float]:
         name, part, place = block
@@ -68,7 +68,8 @@ def write_deltas(
     return norms
 
 
-def _view_flat(array: NDArray[Any]) -> NDArray[Any]:
+def view_flat(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array as one vector; a complex number is two real ones."""
     flat = array.reshape(-1)
     return flat.view(flat.real.dtype) if np.iscomplexobj(flat) else flat
 
@@ -87,7 +88,7 @@ def average_replies(
     The result has the bits of `write_deltas` and the kernel's mean. None if only those will do: a reply is not float32, or
     has a mask, or its update cannot be squared.
     """
-    flat = [{name: _view_flat(array) for name, array in reply.arrays.items()} for reply in replies]
+    flat = [{name: view_flat(array) for name, array in reply.arrays.items()} for reply in replies]
     names = {name for name, *_ in blocks}
     arrays = [a for each in flat for name, a in each.items() if name in names]
     is_plain = all(a.dtype == np.float32 and a.flags.aligned for a in arrays)
