@@ -7,7 +7,6 @@ import tracemalloc
 import pytest
 
 from fedheal.federation.round_history import RoundHistory
-from fedheal.flower.node_registry import NodeRegistry, ReceivedReply
 from fedheal.runs.schema import RoundRecord
 from flower.sites import Sites
 
@@ -47,11 +46,3 @@ def test_a_federation_with_a_folder_keeps_its_history_small(tmp_path):
     strategy = Sites(rounds=2).run(folder=tmp_path / "run")
     assert isinstance(strategy.history, RoundHistory)
     assert [record.round for record in strategy.history] == [1, 2]
-
-
-def test_a_node_that_is_gone_is_forgotten_when_its_client_comes_back():
-    registry = NodeRegistry()
-    for node in range(100):  # a site that restarts without a key gets a new id each time
-        registry.remember([ReceivedReply(None, node, "clinic", "here", is_named=True)], connected={node})
-    assert registry.names == {99: "clinic"}
-    assert registry._named_in_this_run == {99}

@@ -5,6 +5,9 @@ A client's name is the `client` in its reply's ConfigRecord `fedheal` (`fedheal.
 survive a node's restart. A reply that names less than an earlier one of its node (for example a stock evaluation) keeps the
 known name and domain. A node keeps the first name it gives in a run: otherwise it could fill the state with a new client each
 round.
+
+Several nodes may use a name one after another: a site that restarts without a key has a new id each time. The earlier ones are
+remembered, so that a node that was away gets its name back from one that used it meanwhile.
 """
 
 import logging
@@ -24,6 +27,10 @@ from fedheal.flower.messages import CLIENT_INFO
 from fedheal.flower.reply_size import ReplyLimits
 
 log = logging.getLogger("flwr.fedheal")
+
+# Remembered for a name: the first and the latest. A site may restart without a key any number of times.
+MAX_NODES = 8
+MAX_LISTED = 3  # nodes in a reason
 
 
 @dataclass(frozen=True)
@@ -90,10 +97,11 @@ class NodeRegistry:
         """Identify the senders of a round's replies, in the order of names.
 
         Replies of nodes that were not asked, that reply twice, or that use another node's name get a problem. A name belongs to
-        the first of the connected nodes that used it. Another node may use it once that one is gone, or for a round in which
-        that one was asked and is silent: a node that restarts without a key gets a new id, and the old one never replies. While
-        the owner is connected and was not asked, a restart cannot be told from a second site with the same name. An error
-        of the owner counts as silence if its client replies from another node: the owner has died.
+        the first of the connected nodes that used it, so a node that was away gets it back. Another node may use it while
+        that one is gone, or for a round in which that one was asked and is silent: a node that restarts without a key gets
+        a new id, and the old one never replies. While the owner is connected and was not asked, a restart cannot be told
+        from a second site with the same name. An error of the owner counts as silence if its client replies from another
+        node: the owner has died.
         """
         identified = (self._identify(message, round_number, requests, client_domains) for message in replies)
         ordered = sorted(identified, key=lambda reply: (reply.client, reply.node))
@@ -116,11 +124,12 @@ class NodeRegistry:
             if owner is None or is_silent:
                 if len(users) == 1:
                     return reply
-                nodes = " and ".join(map(str, sorted(users)))
-                return replace(reply, problem=f"nodes {nodes} both use this name: give each site its own name")
-            if owner == reply.node:
+                why = f"as {_list_nodes(sorted(users - {reply.node}))}"
+            elif owner == reply.node:
                 return reply
-            problem = f"it calls itself '{reply.client}', but node {owner} uses this name: give each site its own name"
+            else:
+                why = f"but node {owner} uses this name"
+            problem = f"it calls itself '{reply.client}', {why}: give each site its own name"
             return replace(reply, client=f"node-{reply.node}", is_named=False, problem=problem)
 
         checked = [check(reply) for reply in ordered]
@@ -170,7 +179,10 @@ class NodeRegistry:
         return self.get_name(node), False
 
     def remember(self, replies: Iterable[ReceivedReply], connected: Collection[int]) -> None:
-        """Remember the names of valid replies, and forget nodes that had these names and are gone."""
+        """Remember the names of valid replies. Of nodes that had these names and are gone, forget all but `MAX_NODES`."""
+        users: dict[str, list[int]] = {}
+        for node, client in self.names.items():
+            users.setdefault(client, []).append(node)
         for reply in replies:
             if reply.problem is not None:
                 continue
@@ -178,20 +190,36 @@ class NodeRegistry:
                 problem = f"node {reply.node} sends no client name and is called '{reply.client}'"
                 risk = "if it restarts without a node key, it is a new client without history"
                 log.warning("%s: %s; fedheal.flower.client.reply sends a name", problem, risk)
-            others = [n for n, client in self.names.items() if client == reply.client and n != reply.node]
-            if others and self.names.get(reply.node) != reply.client:
-                log.warning("'%s' replies from node %d, before from node %d", reply.client, reply.node, others[-1])
-            for node in others:
-                if node not in connected:
-                    del self.names[node]
-                    self._named_in_this_run.discard(node)
-            self.names[reply.node] = reply.client
+            if self.names.get(reply.node) != reply.client:
+                others = users.get(reply.client, [])
+                if others:
+                    log.warning("'%s' replies from node %d, before from node %d", reply.client, reply.node, others[-1])
+                self.names.pop(reply.node, None)  # a node that changes its name comes after those that have used it
+                self.names[reply.node] = reply.client
+                self._forget_some([n for n in others if self.names.get(n) == reply.client], connected)
             if reply.is_named:
                 self._named_in_this_run.add(reply.node)
+
+    def _forget_some(self, earlier: Sequence[int], connected: Collection[int]) -> None:
+        """Forget the nodes that used a name earlier, are gone and are too many; the first one of them stays."""
+        gone = [node for node in earlier if node not in connected]
+        for node in gone[1:][: max(0, len(earlier) + 1 - MAX_NODES)]:
+            del self.names[node]
+            self._named_in_this_run.discard(node)
 
     def _find_owners(self, connected: Collection[int]) -> dict[str, int]:
         """Return, for each name, the first of the connected nodes that used it."""
         return {client: node for node, client in reversed(self.names.items()) if node in connected}
+
+
+def _list_nodes(nodes: Sequence[int]) -> str:
+    """Return the words for nodes that do the same.
+
+    >>> _list_nodes([7]), _list_nodes([7, 8]), _list_nodes([1, 2, 3, 4, 5])
+    ('does node 7', 'do nodes 7, 8', 'do nodes 1, 2, 3 and 2 more')
+    """
+    more = f" and {len(nodes) - MAX_LISTED} more" if len(nodes) > MAX_LISTED else ""
+    return f"{'does node' if len(nodes) == 1 else 'do nodes'} {', '.join(map(str, nodes[:MAX_LISTED]))}{more}"
 
 
 def describe_lost_clients(clients: Iterable[str], connected: Collection[int]) -> str | None:

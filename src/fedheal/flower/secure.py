@@ -31,11 +31,12 @@ from fedheal.aggregate.fedheal_stages import BETA, TAU, fael_weights
 from fedheal.aggregate.stage import Stage
 from fedheal.core.arrays import Floats
 from fedheal.core.checks import check_among
-from fedheal.core.layout import Packed
+from fedheal.core.layout import Layout, Packed
 from fedheal.core.parameter import Parameter
 from fedheal.core.state import Nothing, State
 from fedheal.core.updates import Updates
 from fedheal.federation.cohort import Cohort
+from fedheal.federation.extra_checks import VARIANCE
 from fedheal.flower.node_registry import ReceivedReply
 from fedheal.flower.presets import check_preset_arguments
 from fedheal.flower.reply_reader import read_train_reply
@@ -179,7 +180,8 @@ class SecureStrategy(FairStrategy):
         largest = max(weights.values())
         shares = {client: weight / largest for client, weight in weights.items()}
         norms = updates.metrics[DISTANCE].sqrt().tolist()
-        buffer_norms = updates.metrics[BUFFER_NORM].tolist() if BUFFER_NORM in updates.metrics else []
+        # A client may send the metric although the model has no buffers: then nobody has checked it.
+        buffer_norms = updates.metrics[BUFFER_NORM].tolist() if self.rounds.layout.sizes().buffers else []
         plan = SecureSums(shares, weights, choose_range(norms), choose_range(buffer_norms), np.zeros(0))
         plan.compute_error_bound()  # fails here, not after the sum, if the weights cannot be summed
         return plan
@@ -189,11 +191,15 @@ class SecureStrategy(FairStrategy):
         if self._sums is None:
             return step
         stage = _fix_weights(step.aggregator.stage, self._sums.weights)
-        return replace(step, aggregator=replace(step.aggregator, stage=stage, reduce=make_summed_mean(self._sums)))
+        return replace(
+            step,
+            aggregator=replace(step.aggregator, stage=stage, reduce=make_summed_mean(self._sums, self.rounds.layout)),
+        )
 
 
-def make_summed_mean(sums: SecureSums) -> Reducer:
+def make_summed_mean(sums: SecureSums, layout: Layout) -> Reducer:
     """Return a reducer that makes the new model from the two sums: `sum u k D / sum u k`."""
+    variances = [e for e in layout.entries if e.kind == "buffer" and e.name.endswith(VARIANCE)]
 
     def reduce_sums(draft: Draft, weights: Floats) -> tuple[Packed, dict[str, Any]]:
         numerator, denominator, buffers = sums.decode(draft.sizes.params)
@@ -207,7 +213,10 @@ def make_summed_mean(sums: SecureSums) -> Reducer:
             "kept_by_one": sums.measure_exposure(denominator),
         }
         report = report | {"unkept": float((denominator == 0).double().mean()), "secure_sum": about}
-        return replace(model, buffers=(before + buffers).to(before.dtype)), report
+        after = (before + buffers).to(before.dtype)
+        for entry in variances:  # rounding, or a hostile client, could make one negative: its root is NaN at every site
+            after[entry.start : entry.stop].clamp_(min=0)
+        return replace(model, buffers=after), report
 
     return reduce_sums
 
