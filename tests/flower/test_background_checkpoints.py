@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, Message
 
+from disk_hooks import raise_disk_full
 from fedheal.aggregate import Aggregator
 from fedheal.federation.node_sampling import NotEnoughNodes
 from fedheal.flower import FedHEAL
@@ -128,6 +131,53 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run(number, tmp_path, monk
     assert list_rounds(tmp_path / "run")[0] == number - 1
     assert not (tmp_path / "run" / "model.safetensors").exists()
     assert_resumes_to(uninterrupted_run, tmp_path / "run")
+
+
+def test_a_first_checkpoint_that_cannot_be_written_says_that_there_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "save_checkpoint", lambda *_, **__: raise_disk_full())
+    with pytest.raises(OSError, match=r"No space left.*then resume: no checkpoint exists yet$"):
+        run_stock_clients(folder=tmp_path / "run")
+
+
+def deny_writing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> type[OSError]:
+    def refuse(*_: object) -> None:  # file modes do not stop the superuser
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder / "rounds.jsonl"))
+
+    monkeypatch.setattr(files, "append_round", refuse)
+    return PermissionError
+
+
+def remove_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> type[OSError]:
+    shutil.rmtree(folder)
+    return FileNotFoundError
+
+
+def replace_states_by_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> type[OSError]:
+    shutil.rmtree(folder / "state")
+    (folder / "state").write_text("")
+    return FileExistsError
+
+
+@pytest.mark.parametrize("spoil_folder", [deny_writing, remove_folder, replace_states_by_file])
+def test_a_round_that_cannot_be_saved_ends_the_run_with_the_remedy(spoil_folder, tmp_path, monkeypatch):
+    expected: list[type[OSError]] = []
+
+    def spoil(strategy: FairStrategy, reply: Message) -> list[Message]:
+        if strategy.rounds.current.number == 3 and not expected:
+            strategy.folder.settle()
+            expected.append(spoil_folder(tmp_path / "run", monkeypatch))
+        return [reply]
+
+    words = r"run: round 3 was not saved \(.*\); make room or restore access, then resume: "
+    with pytest.raises(OSError, match=words) as caught:
+        run_stock_clients(spoil=spoil, folder=tmp_path / "run")
+    assert type(caught.value) is expected[0]
+
+
+def test_a_model_that_cannot_be_written_ends_the_run_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "save_tensors", raise_disk_full)
+    with pytest.raises(OSError, match=r"the result was not written .*then resume: the last checkpoint is whole$"):
+        run_stock_clients(folder=tmp_path / "run")
 
 
 def test_where_clients_keep_a_state_every_round_is_saved(tmp_path):

@@ -320,9 +320,76 @@ def test_a_folder_that_cannot_be_resumed_is_rejected(tmp_path):
     (tmp_path / "mine" / "thesis.tex").write_text("")
     with pytest.raises(ValueError, match="not empty and not a federation's run folder"):
         sites.run(folder=tmp_path / "mine", resume=True)
-    shutil.rmtree(tmp_path / "run" / "state")
-    strategy = sites.run(folder=tmp_path / "run", resume=True)  # no state: from the start
-    assert len(strategy.history) == 1
+
+
+def read_files(folder):
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("damage", [None, "{half a li"], ids=["whole records", "a damaged record"])
+def test_a_finished_federation_whose_state_is_gone_is_rejected_and_loses_nothing(damage, tmp_path):
+    sites, folder = Sites(rounds=2), tmp_path / "run"
+    sites.run(folder=folder)
+    shutil.rmtree(folder / "state")
+    if damage is not None:
+        (folder / "rounds.jsonl").write_text(damage + "\n" + (folder / "rounds.jsonl").read_text())
+    before = read_files(folder)
+    with pytest.raises(
+        ValueError, match=r"run has records up to round 2 and result\.json and model\.safe.*, but no"
+    ) as error:
+        sites.run(folder=folder, resume=True)
+    assert "restore state/ from a backup, or move the folder away to start again" in str(error.value)
+    assert read_files(folder) == before
+
+
+def test_an_unfinished_federation_whose_state_is_gone_is_rejected(tmp_path):
+    sites, folder = Sites(rounds=4), tmp_path / "run"
+    run_until_killed(sites, 3, "train", folder=folder)
+    shutil.rmtree(folder / "state")
+    before = read_files(folder)
+    with pytest.raises(ValueError, match="run has records up to round 2, but no checkpoint in state/: restore state/"):
+        sites.run(folder=folder, resume=True)
+    assert read_files(folder) == before
+
+
+def test_a_federation_killed_before_its_first_checkpoint_starts_again(tmp_path, caplog):
+    sites, folder = Sites(rounds=2), tmp_path / "run"
+    run_until_killed(sites, 2, "train", folder=folder)
+    shutil.rmtree(folder / "state")  # as if it was killed between the record and the checkpoint of round 1
+    strategy = sites.run(folder=folder, resume=True)
+    assert torch.equal(strategy.state.model.params, Sites(rounds=2).run().state.model.params)
+    assert f"{folder} holds a federation that saved no round: it starts at round 1" in caplog.text
+
+
+def test_damaged_checkpoints_advise_a_backup_and_name_what_is_whole(tmp_path):
+    sites, folder = Sites(rounds=2), tmp_path / "run"
+    sites.run(folder=folder)
+    for path in records.list_checkpoints(folder):
+        path.write_bytes(b"x")
+    before = read_files(folder)
+    words = r"start again; rounds\.jsonl and model\.safetensors are still whole$"
+    with pytest.raises(
+        ValueError, match=rf"no checkpoint in .* can be used .*: restore state/ from a backup, .* {words}"
+    ):
+        sites.run(folder=folder, resume=True)
+    assert read_files(folder) == before
+    (folder / "model.safetensors").write_bytes(b"x")
+    (folder / "rounds.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"move the folder away to start again$"):
+        sites.run(folder=folder, resume=True)
+
+
+def test_a_resume_in_a_mistyped_folder_says_that_it_starts_at_round_1(tmp_path, caplog):
+    Sites(rounds=1).run(folder=tmp_path / "hopsitals", resume=True)
+    assert f"{tmp_path / 'hopsitals'} holds no federation to resume: this one starts at round 1" in caplog.text
+
+
+def test_a_resume_says_that_no_round_is_left(tmp_path, caplog):
+    sites = Sites(rounds=2)
+    sites.run(folder=tmp_path / "run")
+    assert "starts at round 1" not in caplog.text
+    sites.strategy(folder=tmp_path / "run", resume=True).start(sites.grid(), sites.initial, num_rounds=1)
+    assert "run has 2 rounds already, and 1 are asked for: no round is left to run" in caplog.text
 
 
 @pytest.mark.parametrize(

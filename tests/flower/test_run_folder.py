@@ -98,6 +98,41 @@ def test_without_accuracies_there_is_a_model_but_no_result(tmp_path, caplog):
     assert "no client sent an 'accuracy'" in caplog.text
 
 
+def test_rejected_evaluations_are_counted_where_the_result_would_be(tmp_path, caplog):
+    def spoil(node, reply):
+        metrics = reply.content["metrics"]
+        if "accuracy" in metrics:
+            metrics["accuracy"] = 7.0
+        return [] if node == 101 and "accuracy" in metrics else [reply]
+
+    Sites(rounds=1).run(spoil, folder=tmp_path / "run")
+    assert "no usable 'accuracy' came (4 replies were rejected, 1 did not come; see not_evaluated in" in caplog.text
+    report = CliRunner().invoke(app, ["report", str(tmp_path / "run")])
+    assert "since no client sent a usable 'accuracy'" in str(report.exception)
+
+
+def test_a_report_says_how_to_resume_a_federation_that_is_not_finished(tmp_path):
+    sites = Sites(rounds=2)
+    strategy = sites.strategy(folder=tmp_path / "run")
+
+    def spoil(node, reply):
+        if strategy.rounds.current.number == 2:
+            raise KeyboardInterrupt
+        return [reply]
+
+    with pytest.raises(KeyboardInterrupt):
+        strategy.start(sites.grid(spoil), sites.initial, num_rounds=2)
+    for folder in (tmp_path / "run", tmp_path):
+        with pytest.raises(
+            ValueError, match="holds a federation that is not finished: resume it with resume=true"
+        ) as error:
+            fedheal.make_report(folder)
+        assert f"fedheal report {tmp_path / 'run'} --diagnose shows its rounds now" in str(error.value)
+        assert "fedheal run" not in str(error.value)
+    assert "resume=true" in str(CliRunner().invoke(app, ["report", str(tmp_path / "run")]).exception)
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--diagnose"]).exit_code == 0
+
+
 def test_an_unusable_folder_is_rejected_before_training(tmp_path):
     (tmp_path / "file").write_text("")
     sites = Sites(rounds=1)

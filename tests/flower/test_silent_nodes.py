@@ -73,6 +73,45 @@ def test_a_node_that_does_not_evaluate_is_not_asked_to_train():
     assert [DEAD in nodes for nodes in clock.grid.asked] == [True, True, False, False]
 
 
+def test_a_record_names_a_node_that_does_not_evaluate(caplog):
+    clock = NodeOutages(2, {}, fraction_evaluate=1.0)
+    name = clock.sites.names[DEAD - 100]
+
+    def hang(node: int, reply: Message) -> list[Message]:
+        is_silent = node == DEAD and reply.metadata.message_type == "evaluate"
+        return [] if is_silent and clock.strategy.rounds.current.number == 1 else [reply]
+
+    clock.grid.spoil = hang
+    first, second = clock.run().history
+    assert first.report["not_evaluated"] == {name: "it did not reply"}
+    assert first.report["missing"] == []
+    assert (first.cohort, first.replied) == (5, 5)  # of the training
+    assert set(first.clients) == set(clock.sites.names) - {name}
+    assert "not_evaluated" not in second.report
+    assert f"round 1: no evaluation from {name}" in caplog.text
+
+
+def test_a_round_that_nobody_can_evaluate_is_saved_before_the_run_ends(tmp_path):
+    clock = NodeOutages(4, {}, fraction_evaluate=1.0, folder=tmp_path / "run", wait_seconds=0.0)
+
+    def leave(node: int, reply: Message) -> list[Message]:
+        current = clock.strategy.rounds.current
+        if current.number == 3 and reply.metadata.message_type == "train":
+            clock.grid.get_node_ids = lambda: [DEAD]
+        return [reply]
+
+    clock.grid.spoil = leave
+    with pytest.raises(NotEnoughNodes, match=r"only 1 of the 2 nodes .*; finished rounds are saved"):
+        clock.run()
+    third = records.read_rounds(tmp_path / "run")[2]
+    assert (third.round, third.domains, len(third.weights)) == (3, None, 5)
+    assert third.report["ended"].startswith("only 1 of the 2 nodes")
+    assert int(records.list_checkpoints(tmp_path / "run")[0].stem) == 3
+    resumed = clock.sites.run(folder=tmp_path / "run", resume=True)
+    assert torch.equal(resumed.state.model.params, Sites(rounds=4).run().state.model.params)
+    assert [record.domains is None for record in resumed.history] == [False, False, True, False]
+
+
 def test_an_error_of_the_superlink_is_no_answer_and_one_of_the_node_is(monkeypatch):
     clock = NodeOutages(4, {2: {DEAD}})
     answer = LocalGrid.answer

@@ -363,6 +363,8 @@ def test_two_damaged_states_are_a_sentence_and_nothing_is_lost(
         run_four_rounds(stopped_run)
     assert "00000004.safetensors" in str(error.value)
     assert "00000003.safetensors" in str(error.value)
+    assert "restore state/ from a backup" in str(error.value)
+    assert str(error.value).endswith("; rounds.jsonl is still whole")
     assert "\n" not in str(error.value)
     assert {p.name: p.read_bytes() for p in stopped_run.rglob("*") if p.is_file()} == before
 
@@ -386,6 +388,17 @@ def test_a_run_without_any_state_starts_again(finished_run: Path, stopped_run: P
     run_four_rounds(stopped_run)
     assert read_model(stopped_run) == read_model(finished_run)
     assert [r.round for r in records.read_rounds(stopped_run)] == [1, 2, 3, 4]
+
+
+def test_a_model_without_result_and_states_is_not_removed(finished_run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished_run, folder)
+    shutil.rmtree(folder / "state")
+    (folder / "result.json").unlink()
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    with pytest.raises(ValueError, match=r"and model\.safetensors, but no checkpoint in state/: restore state/"):
+        run_four_rounds(folder)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 
 def test_leftover_temporary_files_change_nothing(finished_run: Path, stopped_run: Path) -> None:

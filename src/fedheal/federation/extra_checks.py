@@ -63,5 +63,6 @@ def find_far_extras(replies: Mapping[str, TrainReply], layout: Layout, model: Pa
 
 
 def _measure_messages(groups: Sequence[Arrays]) -> float:
-    tensors = [tensor for group in groups for tensor in group.values() if tensor.numel()]
-    return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors))
+    tensors = (tensor for group in groups for tensor in group.values())
+    floats = (tensor if tensor.is_floating_point() else tensor.abs().double() for tensor in tensors)  # ids are integers
+    return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in floats))

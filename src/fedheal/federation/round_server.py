@@ -30,6 +30,8 @@ K = TypeVar("K", bound=KnownClients)
 R = TypeVar("R", bound=Sender)
 O = TypeVar("O", bound=OpenRound)  # noqa: E741
 
+NO_REPLY = "it did not reply"  # why a client is in `not_evaluated`
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
@@ -117,7 +119,22 @@ class RoundServer(Generic[K, R, O]):
         resumed = self.folder.open(described, layout) if self.folder is not None else None
         if resumed is not None:
             self._state, self.clients, self.history = resumed
-            self.log.info("resuming after round %d", self.state.round)
+        self._log_start()
+
+    def _log_start(self) -> None:
+        """Say where a resume starts: a mistyped folder, or a number of rounds that is reached already, is easy to miss."""
+        if self.folder is None or not self.folder.resume:
+            return
+        path, saved = self.folder.path, self.state.round
+        if not self.folder.is_resumed:
+            self.log.warning("%s holds no federation to resume: this one starts at round 1", path)
+        elif not saved:
+            self.log.warning("%s holds a federation that saved no round: it starts at round 1", path)
+        elif 0 < self.num_rounds <= saved:
+            text = "%s has %d rounds already, and %d are asked for: no round is left to run"
+            self.log.warning(text, path, saved, self.num_rounds)
+        else:
+            self.log.info("resuming after round %d", saved)
 
     def set_model(self, model: Packed) -> None:
         """Continue from another model than the last round's."""
@@ -178,11 +195,15 @@ class RoundServer(Generic[K, R, O]):
             self.clients.test_examples[evaluation.client] = evaluation.num_examples
         return sorted(evaluations, key=lambda evaluation: evaluation.client), problems
 
-    def record_evaluations(self, evaluations: Sequence[EvaluateReply], problems: Mapping[str, str]) -> None:
-        """Record the accuracies of the new model, and the clients that sent none that can be used."""
+    def record_evaluations(
+        self, evaluations: Sequence[EvaluateReply], problems: Mapping[str, str], missing: Sequence[str] = ()
+    ) -> None:
+        """Record the accuracies of the new model, and the clients that sent none that can be used or did not reply."""
         self.current.evaluations = evaluations
-        if problems:
-            self.current.report["not_evaluated"] = dict(problems)
+        if missing:
+            self.log.warning("round %d: no evaluation from %s", self.current.number, ", ".join(missing))
+        if problems or missing:
+            self.current.report["not_evaluated"] = {**dict.fromkeys(missing, NO_REPLY), **problems}
         self.current.clock.end_phase("evaluate")
 
     def end_round(self, is_due: bool = False) -> None:
@@ -227,7 +248,8 @@ class RoundServer(Generic[K, R, O]):
         """Write the final model and the result, and release the folder."""
         self.write_result()
         if self.folder is not None and not any(record.domains for record in self.history):
-            self.log.warning("no client sent an 'accuracy': %s has no result.json to report", self.folder.path)
+            reason = _explain_no_accuracy(self.history)
+            self.log.warning("%s: %s has no result.json to report", reason, self.folder.path)
         self.release()
 
     def release(self) -> None:
@@ -237,6 +259,16 @@ class RoundServer(Generic[K, R, O]):
                 self.folder.flush()
             finally:
                 self.folder.release()
+
+
+def _explain_no_accuracy(history: Iterable[RoundRecord]) -> str:
+    """Say why no round has an accuracy."""
+    problems = [problem for record in history for problem in record.report.get("not_evaluated", {}).values()]
+    rejected = sum(problem != NO_REPLY for problem in problems)
+    if not problems:
+        return "no client sent an 'accuracy'"
+    counts = f"{rejected} replies were rejected, {len(problems) - rejected} did not come"
+    return f"no usable 'accuracy' came ({counts}; see not_evaluated in rounds.jsonl)"
 
 
 def _check_finite(model: Packed) -> None:

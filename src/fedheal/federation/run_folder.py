@@ -18,8 +18,9 @@ import math
 import platform
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from os import PathLike
@@ -37,7 +38,7 @@ from fedheal.core.state import RunState
 from fedheal.federation.file_modes import keep_private
 from fedheal.runs import folder as files
 from fedheal.runs.lock import acquire_lock
-from fedheal.runs.resume import drop_result, load_newest_checkpoint
+from fedheal.runs.resume import Checkpoint, drop_result, load_newest_checkpoint
 from fedheal.runs.schema import RoundRecord
 from fedheal.runs.summary import summarise_run
 from fedheal.version import __version__
@@ -120,10 +121,7 @@ class RunFolder(Generic[K]):
         self.is_resumed = is_used
         self.release()  # an earlier lock of this process is replaced
         _locks[self.path.resolve()] = acquire_lock(self.path)  # against a ServerApp that was thought dead, for example
-        files.drop_damaged_rounds(self.path)
-        checkpoint = (
-            load_newest_checkpoint(self.path, self.owner, self.framework.log, allow_gaps=True) if is_used else None
-        )
+        checkpoint = self._load_checkpoint() if is_used else None
         files.write_text(toml, tomli_w.dumps(self.settings))
         if checkpoint is None:
             return None
@@ -138,6 +136,10 @@ class RunFolder(Generic[K]):
                 "%s: damaged or missing records were cut, of rounds %s: %s", self.path / "rounds.jsonl", numbers, advice
             )
         return state, self.framework.restore_clients(**described[self.framework.key]), history
+
+    def _load_checkpoint(self) -> Checkpoint | None:
+        # The second round's record is written after the first round's checkpoint, whatever `save_seconds` is.
+        return load_newest_checkpoint(self.path, self.owner, self.framework.log, allow_gaps=True, max_unsaved=1)
 
     def _check_settings(self, toml: Path) -> None:
         """Raise ValueError that names a changed setting. The checkpoints' owner is checked too, but tells no names."""
@@ -162,9 +164,10 @@ class RunFolder(Generic[K]):
         The checkpoint is written from the state's own memory: call `settle` before that is used again.
         """
         self.settle()
-        drop_result(self.path)
-        files.append_round(self.path, record)
-        (self.path / "state").mkdir(exist_ok=True)
+        with self._explain_failure(f"round {record.round} was not saved"):
+            drop_result(self.path)
+            files.append_round(self.path, record)
+            (self.path / "state").mkdir(exist_ok=True)
         arrays, described = state.to_arrays()
         described |= {self.framework.key: asdict(clients)}  # a copy
         self._write_unsaved = partial(
@@ -182,11 +185,19 @@ class RunFolder(Generic[K]):
         """Wait for the checkpoint under way, and give up one that was not due. Raise OSError if it could not be written."""
         writing, self._writing, self._write_unsaved = self._writing, None, None
         if writing is not None:
-            try:
+            with self._explain_failure("a checkpoint was not written"):
                 writing.result()
-            except OSError as error:
-                remedy = "make room or restore access, then resume: the checkpoint before it is whole"
-                raise OSError(error.errno, f"{self.path}: a checkpoint was not written ({error}); {remedy}") from error
+
+    @contextmanager
+    def _explain_failure(self, problem: str) -> Iterator[None]:
+        """Raise an OSError of this block again, with the problem and the remedy."""
+        try:
+            yield
+        except OSError as error:
+            is_saved = bool(files.list_checkpoints(self.path))
+            state = "the last checkpoint is whole" if is_saved else "no checkpoint exists yet"
+            remedy = f"make room or restore access, then resume: {state}"
+            raise OSError(error.errno, f"{self.path}: {problem} ({error}); {remedy}") from error
 
     def flush(self) -> None:
         """Write the last round's checkpoint even if it is not due, and wait for it."""
@@ -197,14 +208,17 @@ class RunFolder(Generic[K]):
     @keep_private()
     def replace_last_round(self, record: RoundRecord) -> None:
         """Write the last round's line again: its model was evaluated after it was saved."""
-        files.replace_last_round(self.path, record)
+        with self._explain_failure(f"round {record.round} was not saved with its evaluation"):
+            files.replace_last_round(self.path, record)
 
     @keep_private()
     def write_result(self, layout: Layout, state: RunState, history: Sequence[RoundRecord], clients: K) -> None:
         """Write the final model, and the result if clients evaluated a model."""
-        files.save_tensors(self.path / "model.safetensors", layout.unpack(state.model))
-        if any(record.domains for record in history):
-            files.write_result(self.path, _summarise(self.settings, state, history, clients, self.framework.versions))
+        with self._explain_failure("the result was not written"):
+            files.save_tensors(self.path / "model.safetensors", layout.unpack(state.model))
+            if any(record.domains for record in history):
+                summary = _summarise(self.settings, state, history, clients, self.framework.versions)
+                files.write_result(self.path, summary)
 
 
 def _summarise(

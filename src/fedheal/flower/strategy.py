@@ -27,7 +27,7 @@ from fedheal.core.parameter import Parameter
 from fedheal.core.rng import generator
 from fedheal.core.state import RunState
 from fedheal.federation.cohort import Cohort
-from fedheal.federation.node_sampling import sample_nodes, wait_for_nodes
+from fedheal.federation.node_sampling import NotEnoughNodes, sample_nodes, wait_for_nodes
 from fedheal.federation.replies import ReplyRequirements
 from fedheal.federation.round_history import RoundHistory
 from fedheal.federation.round_server import RoundServer
@@ -310,7 +310,13 @@ class FairStrategy(Strategy):
         fraction, min_nodes = self.settings.fraction_evaluate, self.settings.min_evaluate_nodes
         if not fraction or not is_due:
             return []
-        nodes = self._sample(self._wait_for_nodes(grid, min_nodes), fraction, min_nodes, "judges", server_round)
+        try:
+            responsive = self._wait_for_nodes(grid, min_nodes)
+        except NotEnoughNodes as error:  # the round is trained, and a resume need not repeat it
+            current.report["ended"] = str(error).partition(";")[0]
+            self._end_round()
+            raise
+        nodes = self._sample(responsive, fraction, min_nodes, "judges", server_round)
         model = state.model
         for term, kept in zip(self.terms, state.terms, strict=True):
             model = term.evaluated(model, kept.shared, {})
@@ -327,10 +333,8 @@ class FairStrategy(Strategy):
         evaluations, problems = self.rounds.read_evaluations(
             received, lambda reply: read_evaluate_reply(reply, self.requirements)
         )
-        self.rounds.record_evaluations(evaluations, problems)
-        self.federation.nodes = {str(node): client for node, client in self.registry.names.items()}
-        # Clients keep a state for the server's last two checkpoints, not for older ones.
-        self.rounds.end_round(is_due=bool(self.federation.tokens))
+        self.rounds.record_evaluations(evaluations, problems, _find_silent(current.evaluation_requests, received))
+        self._end_round()
         clients = {evaluation.client for evaluation in evaluations}
         contents = [r.message.content for r in received if r.problem is None and r.client in clients]
         return self.evaluate_metrics_aggr_fn(contents, self.requirements.examples_key) if contents else None
@@ -351,6 +355,12 @@ class FairStrategy(Strategy):
     def finish(self) -> None:
         """Write the final model and the result, and release the folder."""
         self.rounds.finish()
+
+    def _end_round(self) -> None:
+        """Record and save the round."""
+        self.federation.nodes = {str(node): client for node, client in self.registry.names.items()}
+        # Clients keep a state for the server's last two checkpoints, not for older ones.
+        self.rounds.end_round(is_due=bool(self.federation.tokens))
 
     def _save_after_error(self) -> None:
         try:
@@ -464,6 +474,12 @@ class FairStrategy(Strategy):
         values |= asdict(self.settings) | asdict(self.requirements) | {"server": asdict(self.server)}
         hidden = ("placement",) if self.settings.clients_mask else ("placement", "tau")
         return {key: value for key, value in values.items() if value is not None and key not in hidden}
+
+
+def _find_silent(requests: OpenRequests, received: Sequence[ReceivedReply]) -> list[str]:
+    """Return the clients that were asked and did not reply, from any node."""
+    nodes, names = {reply.node for reply in received}, {reply.client for reply in received if reply.problem is None}
+    return sorted(name for node, name in requests.nodes.items() if node not in nodes and name not in names)
 
 
 def _store(metrics_by_round: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> None:

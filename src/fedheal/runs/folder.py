@@ -15,7 +15,7 @@ checksum finds damage inside a checkpoint.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -172,18 +172,16 @@ def find_damaged_line(folder: Path) -> int | None:
     return None
 
 
+def find_last_round(folder: Path) -> int:
+    """Return the number of the last round in `rounds.jsonl`, also behind a damaged line; 0 if there is none."""
+    return max(_select_records(_read_lines(folder / "rounds.jsonl")).values(), default=0)
+
+
 def drop_damaged_rounds(folder: Path) -> None:
     """Remove the lines of `rounds.jsonl` that are not records of rounds, or that come out of turn."""
-    path, kept, last = folder / "rounds.jsonl", [], 0
+    path = folder / "rounds.jsonl"
     lines = _read_lines(path)
-    for line in lines:
-        try:
-            number = parse_round(parse_json(line)).round
-        except ValueError:
-            continue
-        if number > last:
-            kept.append(line)
-            last = number
+    kept = list(_select_records(lines))
     if kept != lines:
         write_text(path, "".join(line + "\n" for line in kept))
 
@@ -236,6 +234,20 @@ def _read_whole_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not isinstance(fields, dict) or type(fields.get("round")) is not int:
             return
         yield line, fields
+
+
+def _select_records(lines: Iterable[str]) -> dict[str, int]:
+    """Return the lines that are records of rounds and come in turn, with their rounds."""
+    selected: dict[str, int] = {}
+    last = 0
+    for line in lines:
+        try:
+            number = parse_round(parse_json(line)).round
+        except ValueError:
+            continue
+        if number > last:
+            selected[line] = last = number
+    return selected
 
 
 def _read_lines(path: Path) -> list[str]:

@@ -13,6 +13,7 @@ from fedheal.core.atomic_files import sync_path
 from fedheal.runs import folder as files
 
 Checkpoint = tuple[dict[str, Tensor], dict[str, Any]]
+RESULT_FILES = ("result.json", "model.safetensors")  # of a finished run
 
 
 def load_newest_checkpoint(
@@ -21,11 +22,20 @@ def load_newest_checkpoint(
     log: logging.Logger,
     check: Callable[[Mapping[str, Any]], None] = lambda described: None,
     allow_gaps: bool = False,
+    max_unsaved: int | None = None,
 ) -> Checkpoint | None:
     """Return the newest usable checkpoint's tensors and JSON, or None; drop the records of later rounds and a result of them.
 
-    `check` is called with a checkpoint's JSON before anything is cut. A checkpoint cannot be used if earlier rounds have no
-    records, unless `allow_gaps`. ValueError: there are checkpoints, and none can be used.
+    Args:
+        folder: The run folder.
+        owner: The owner of its checkpoints.
+        log: Where checkpoints that cannot be used are named.
+        check: Called with a checkpoint's JSON before anything is cut.
+        allow_gaps: Whether a checkpoint can be used although records of earlier rounds are missing. Damaged ones are dropped.
+        max_unsaved: How many rounds a run may have before its first checkpoint; None: any number.
+
+    Raises:
+        ValueError: There are checkpoints and none can be used, or there must have been one and it is gone. Nothing was cut.
     """
     problems: list[str] = []
     for path in files.list_checkpoints(folder):
@@ -42,14 +52,36 @@ def load_newest_checkpoint(
             log.warning("%s; resuming from %s", text, path.name)
         return arrays, described
     if problems:
-        raise ValueError(
-            f"no checkpoint in {folder} can be used ({'; '.join(problems)}): remove the folder to start again"
-        )
+        raise ValueError(f"no checkpoint in {folder} can be used ({'; '.join(problems)}): {_advise_restoring(folder)}")
+    results = [name for name in RESULT_FILES if (folder / name).exists()]
+    last = files.find_last_round(folder)
+    if results or (max_unsaved is not None and last > max_unsaved):
+        found = " and ".join([*([f"records up to round {last}"] if last else []), *results])
+        raise ValueError(f"{folder} has {found}, but no checkpoint in state/: {_advise_restoring(folder)}")
     _truncate(folder, 0, allow_gaps)
     return None
 
 
+def _advise_restoring(folder: Path) -> str:
+    """Say what to do about a folder whose checkpoints are gone, and which of its files can still be used."""
+    saved = max((int(path.stem) for path in files.list_checkpoints(folder) if path.stem.isdigit()), default=1)
+    has_all_rounds = files.find_last_round(folder) >= saved and files.find_damaged_line(folder) is None
+    whole = ["rounds.jsonl"] if has_all_rounds else []
+    whole += ["model.safetensors"] if _has_whole_model(folder) else []
+    state = f"; {' and '.join(whole)} {'are' if len(whole) > 1 else 'is'} still whole" if whole else ""
+    return f"restore state/ from a backup, or move the folder away to start again{state}"
+
+
+def _has_whole_model(folder: Path) -> bool:
+    try:
+        return bool(files.load_tensors(folder / "model.safetensors"))
+    except (ValueError, OSError):
+        return False
+
+
 def _truncate(folder: Path, rounds: int, allow_gaps: bool) -> None:
+    if allow_gaps:
+        files.drop_damaged_rounds(folder)
     if any(record.round > rounds for record in files.read_rounds(folder)):
         drop_result(folder)
     files.truncate_rounds(folder, rounds, allow_gaps)
@@ -57,7 +89,7 @@ def _truncate(folder: Path, rounds: int, allow_gaps: bool) -> None:
 
 def drop_result(folder: Path) -> None:
     """Remove the result and the model of rounds that the folder will no longer end with."""
-    paths = [path for name in ("result.json", "model.safetensors") if (path := folder / name).exists()]
+    paths = [path for name in RESULT_FILES if (path := folder / name).exists()]
     for path in paths:
         path.unlink()
     if paths:
