@@ -74,6 +74,14 @@ def spoil_counter(reply):
     reply.params["1.num_batches_tracked"] = np.asarray(2**60)
 
 
+def spoil_counter_slowly(reply):
+    reply.params["1.num_batches_tracked"] = np.asarray(2**53)
+
+
+def spoil_variance(reply):
+    reply.params["1.running_var"] = -reply.params["1.running_var"]
+
+
 def set_meta(key, value):
     return lambda reply: reply.meta.update({key: value})
 
@@ -86,6 +94,8 @@ CASES = {
     "list": (spoil_kind, "'2.bias' cannot be read: it is a list, not an array"),
     "text": (spoil_text, "not numbers"),
     "counter": (spoil_counter, "counts beyond"),
+    "counter that jumps": (spoil_counter_slowly, "more than the server sent"),
+    "variance": (spoil_variance, "holds a negative variance"),
     "no examples": (lambda reply: reply.meta.pop(EXAMPLES), f"no metric '{EXAMPLES}' that is a number"),
     "zero examples": (set_meta(EXAMPLES, 0), "must be positive"),
     "NaN examples": (set_meta(EXAMPLES, math.nan), "must be positive"),
@@ -140,6 +150,12 @@ def test_a_script_that_raises_does_not_end_the_job(model_without_bad_site):
     assert controller._rounds.history[1].report["skipped"] == {BAD: "its reply is an error: EXECUTION_EXCEPTION"}
     assert [record.replied for record in controller._rounds.history] == [5, 4, 5]
     assert_same(controller._rounds.state.model, model_without_bad_site, tolerance=0)
+
+
+def test_a_site_that_does_not_evaluate_is_recorded():
+    rounds = run_controller(lambda task, site, reply: None if (task, site) == ("validate", BAD) else reply)._rounds
+    assert [record.report["not_evaluated"] for record in rounds.history] == [{BAD: "it did not reply"}] * 3
+    assert [record.report["missing"] for record in rounds.history] == [[]] * 3
 
 
 def test_a_site_that_replies_twice_is_left_out(model_without_bad_site):

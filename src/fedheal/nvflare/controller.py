@@ -100,7 +100,8 @@ class FairController(ModelController):  # type: ignore[misc]
                 return
             rounds.aggregate(*answers)
             if self.evaluate_every and (number % self.evaluate_every == 0 or number == self.num_rounds):
-                rounds.evaluate(*self._ask("validate", self._list_sites(), number, first))
+                connected = self._list_sites()
+                rounds.evaluate(connected, *self._ask("validate", connected, number, first))
                 if self.abort_signal.triggered:
                     return
             rounds.end_round()

@@ -134,10 +134,11 @@ class SiteRounds(RoundServer[KnownClients, SiteReply, OpenRound]):
         replies, most = self._name_replies(results), self.requirements.max_examples
         return self.read_evaluations(replies, lambda reply: read_site_evaluation(reply, most))
 
-    def evaluate(self, results: Sequence[FLModel], failures: Mapping[str, str]) -> None:
-        """Record the sites' accuracies of the new model."""
+    def evaluate(self, asked: Sequence[str], results: Sequence[FLModel], failures: Mapping[str, str]) -> None:
+        """Record the asked sites' accuracies of the new model."""
         evaluations, problems = self.read_accuracies(results)
-        self.record_evaluations(evaluations, {**failures, **problems})
+        answered = {evaluation.client for evaluation in evaluations} | failures.keys() | problems.keys()
+        self.record_evaluations(evaluations, {**failures, **problems}, sorted(set(asked) - answered))
 
     def amend_last_round(self, evaluations: Sequence[EvaluateReply]) -> None:
         """Add accuracies to the last round's record: sites evaluate its model when the next round begins."""
