@@ -315,3 +315,11 @@ def normalised_weights(classes: int) -> nn.Module:
 
 def unable(classes: int) -> nn.Module:
     raise RuntimeError("no weights here")
+
+
+def leaving(classes: int) -> nn.Module:
+    raise SystemExit(3)
+
+
+def leaving_without_data() -> Domains:
+    raise SystemExit

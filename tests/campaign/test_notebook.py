@@ -92,6 +92,13 @@ def test_what_cannot_be_is_a_sentence(tmp_path: Path) -> None:
         fedheal.make_report(tmp_path / "absent")
 
 
+def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "cat.jpg").touch()
+    with pytest.raises(ValueError, match="is not empty and holds no runs: name another folder"):
+        fedheal.compare(["fedavg"], data=tiny_data.load(), seeds=1, out=tmp_path, **FIELDS)
+    assert [path.name for path in tmp_path.iterdir()] == ["cat.jpg"]
+
+
 def test_a_finished_run_of_a_model_that_has_changed_is_not_reused(tmp_path: Path) -> None:
     sizes = {"middle": 16}
 

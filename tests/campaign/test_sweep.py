@@ -238,6 +238,8 @@ def test_numbers_of_clients_can_be_searched():
         (["tau=0:1:0.1:2"], "should be first:last:step, three numbers"),
         (["tau=0,1", "tau=0.5"], "given twice"),
         (["tau"], "should be key=value"),
+        (["tau=0,"], "'tau=0,' has an empty value"),
+        (["tau=0,,1"], "'tau=0,,1' has an empty value"),
     ],
 )
 def test_words_that_make_no_sense_are_refused(words, message):

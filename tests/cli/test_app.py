@@ -11,10 +11,13 @@ import pytest
 
 import fedheal
 from command_line import assert_sentence, read_files
+from fedheal.campaign.checks import check_campaign_folder
 from fedheal.campaign.sweep import METRICS, SEARCHES
 from fedheal.cli import campaigns, paper_results, reports
+from fedheal.cli.words import EXAMPLES
 from fedheal.report import tables
 from fedheal.reproduce import RECIPES
+from fedheal.simulate.experiment import Experiment
 from tiny_data import WORDS
 
 INTO = {
@@ -127,6 +130,10 @@ def test_completion_can_be_installed(call) -> None:
         ),
         (["reproduce"], ["Missing argument 'RESULT': one of headline, table1"]),
         (["data", "lst"], ["fedheal: No such command 'lst'"]),
+        (
+            ["sweep", "tau=0,1", "--trials", "3"],
+            ["trials = 3 has no effect: --search grid tries every point; leave it out, or use --search random"],
+        ),
     ],
 )
 def test_words_that_are_no_command_are_a_sentence(call, words: list[str], messages: list[str]) -> None:
@@ -220,6 +227,45 @@ def test_a_file_where_a_folder_should_go_is_a_sentence(
     (tmp_path / "taken").write_text("mine")
     assert_sentence(call(*command, "--out", out), message)
     assert read_files(tmp_path) == {"taken": b"mine"}
+
+
+UNSEEN = {"run on unseen domains": ["run", *WORDS, "evaluate=unseen"]}
+
+
+@pytest.mark.parametrize(
+    "command", [c for name, c in (INTO | UNSEEN).items() if name != "data show"], ids=lambda command: command[0]
+)
+def test_a_folder_of_other_files_is_refused_and_left_alone(call, tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "photos" / "day" / "cat").mkdir(parents=True)
+    (tmp_path / "photos" / "day" / "cat" / "1.jpg").write_text("mine")
+    assert_sentence(call(*command, "--out", "photos"), "photos is not empty and ", "another", "folder (--out)")
+    assert read_files(tmp_path) == {"photos/day/cat/1.jpg": b"mine"}
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        "comparison.json", "sweep.json", "one/experiment.toml", "digits/one/experiment.toml", "one/lock.tmp",
+        "sweep.json.ab.tmp", "one/", "digits/one/", ".DS_Store",
+    ],
+)  # fmt: skip
+def test_a_campaign_goes_on_in_what_a_stopped_one_left(tmp_path: Path, left: str) -> None:
+    folder, path = tmp_path / "here", tmp_path / "here" / left
+    assert check_campaign_folder(folder) == folder  # there is none yet
+    (path if left.endswith("/") else path.parent).mkdir(parents=True)
+    if not left.endswith("/"):
+        path.touch()
+    assert check_campaign_folder(folder) == folder
+    for name in ("comparison.json", "sweep.json", "one/experiment.toml", "digits/one/experiment.toml"):
+        (folder / name).unlink(missing_ok=True)
+    (folder / "notes.txt").touch()
+    with pytest.raises(ValueError, match="is not empty and holds no runs"):
+        check_campaign_folder(folder)
+
+
+def test_examples_of_fields_can_be_used() -> None:
+    for key, value in EXAMPLES.items():
+        assert Experiment.read(None, [f"{key}={value}"])
 
 
 @pytest.mark.parametrize("command", [["demo"], ["compare", "fedavg"], ["sweep", "tau=0,0.3"]])

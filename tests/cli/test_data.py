@@ -41,7 +41,7 @@ def test_check_says_counts_balance_and_what_stands_in(root: Path, call) -> None:
         "LIBSVM text",
         "MATLAB",
         "stand-in",
-        "4 (0) to 4 (0) in 10 classes",
+        "4 in each of 10 classes",
         "73,257 training and 26,032 test images",
     ):
         assert said in done.out
@@ -147,6 +147,10 @@ def test_nothing_is_given_twice(call, words: list[str], said: str) -> None:
     [
         (["export", "digits", "--out", "data"], "data is a folder: name a file, such as data/data.export"),
         (["fetch", "pacs", "--from", "bogus"], "fedheal: from = bogus: use hub or web\n"),  # once, not for each domain
+        (
+            ["fetch", "digits", "--from", "ftp"],
+            "fedheal: from = ftp: use hub or web\n",
+        ),  # before what is on disk is named
     ],
 )
 def test_what_cannot_be_written_or_fetched_is_a_sentence(root: Path, call, words: list[str], said: str) -> None:

@@ -46,6 +46,7 @@ WRONG = [
     (["method=fedavg", "tau=0.3"], ["tau", "fedavg"]),
     (["method=fedheal:tau=0.2", "tau=0.3"], ["tau", "0.2", "0.3"]),
     (["data=nowhere"], ["nowhere", "embedded"]),
+    (["data=./"], ["there is no data set './' (did you mean data=folder:./?)"]),
     (["data=no_such_module:load"], ["no_such_module"]),
     (["data=tiny_data:nothing"], ["tiny_data:nothing"]),
     (["data=tiny_data:QUICK"], ["tiny_data:QUICK"]),
@@ -61,6 +62,12 @@ WRONG = [
     (["model=os:getcwd"], ["os:getcwd"]),
     (["width=3"], ["width", "tiny_data:linear"]),
     (["model=tiny_data:unable"], ["the model's factory 'tiny_data:unable' raised RuntimeError: no weights here"]),
+    (["model=tiny_data:leaving"], ["the model's factory 'tiny_data:leaving' raised SystemExit: 3"]),
+    (["data=tiny_data:leaving_without_data"], ["the data set's function", "raised SystemExit"]),
+    (["model=tiny_data.py:linear"], ["'tiny_data.py:linear' cannot be imported", "; leave out .py: tiny_data:linear"]),
+    (["model=tiny_data.linear"], ["there is no model 'tiny_data.linear' (did you mean 'tiny_data:linear'?)"]),
+    (["model=tiny_data.py"], ["there is no model 'tiny_data.py' (did you mean 'tiny_data:factory'?)"]),
+    (["model=tiny_data:SIDE"], ["'tiny_data:SIDE' cannot be imported: 'SIDE' is an int, not a function"]),
     (["model=tiny_data:Unpooled", "method=fedproto"], ["tiny_data:Unpooled", "in training"]),
     (["samples_per_client=1000"], ["1000"]),
     (["device=tpu"], ["fedheal: device = 'tpu' cannot be used here: use auto"]),
@@ -69,6 +76,7 @@ WRONG = [
     (["tau=0.3", "tau=0.4"], ["'tau' is given twice", "tau=0.3", "tau=0.4"]),
     (["missing.toml"], ["missing.toml", "No such file"]),
     (["fedheal"], ["'fedheal' is neither a field (key=value, such as method=fedheal) nor a file (FILE.toml)"]),
+    (["rounds"], ["'rounds' is neither a field (key=value, such as rounds=10) nor a file (FILE.toml)"]),
     (["tau", "=", "0.3"], ["has spaces around '=': write key=value without them"]),
     (["one.toml", "two.toml"], ["one.toml", "two.toml"]),
     (["."], ["fedheal: . is a folder: name an experiment file, such as experiment.toml"]),
@@ -246,6 +254,12 @@ def test_words_win_over_what_a_run_wrote_of_its_method(call, tmp_path: Path) -> 
     assert "tau=0.5" in json.loads((tmp_path / "two" / "result.json").read_text())["method"]
 
 
+def test_a_module_that_exits_when_it_is_imported_is_a_sentence(call, tmp_path: Path) -> None:
+    (tmp_path / "exits_on_import.py").write_text("raise SystemExit(5)")
+    done = call("run", *words("model=exits_on_import:net"))
+    assert_sentence(done, "the model 'exits_on_import:net' cannot be imported: SystemExit: 5")
+
+
 @pytest.mark.parametrize(("words", "message"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
 def test_wrong_input_is_a_sentence_and_nothing_is_written(
     call, tmp_path: Path, words: list[str], message: list[str]
@@ -273,6 +287,12 @@ def test_an_unreadable_description_is_a_sentence(call, tmp_path: Path, content: 
     (tmp_path / "bad.toml").write_bytes(content)
     assert_sentence(call("run", "bad.toml"), message)
     assert [p.name for p in tmp_path.iterdir()] == ["bad.toml"]
+
+
+def test_a_run_that_used_no_update_says_so(call) -> None:
+    done = call("run", *words("lr=1e30", "on_bad_update=skip", "rounds=2"), "--out", "here")
+    assert done.code == 0, done.err
+    assert "Note: in 2 of 2 rounds no client's update was used, so the model did not change." in done.out
 
 
 def test_a_description_may_begin_with_a_byte_order_mark(call, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from PIL import Image
 
 import fedheal
 import layouts
+from command_line import assert_sentence
 from fedheal import data
 from fedheal.data.readers import folders
 from fedheal.simulate.build import load_domains, partition_clients
@@ -153,6 +154,40 @@ def test_no_domains_no_classes_no_images(tmp_path: Path) -> None:
         load(tmp_path, allow_missing=True)
 
 
+@pytest.mark.parametrize(
+    ("splits", "says"),
+    [
+        (["train", "valid"], "domain 'a' has train/ but no test/ (found valid/): name it test"),
+        (["Training"], "domain 'a' has Training/ but no test/: add it, or put the folders of classes into a/ itself"),
+        (["test"], "domain 'a' has test/ but no train/: add it"),
+    ],
+)
+@pytest.mark.parametrize("command", [["data", "check", "folder:pets"], ["run", "data=folder:pets", "rounds=1"]])
+def test_half_a_split_is_no_class(tmp_path: Path, call, command: list[str], splits: list[str], says: str) -> None:
+    for split in splits:
+        layouts.image_folders(tmp_path / "pets" / "a" / split, {"x": 10, "y": 10})
+    layouts.image_folders(tmp_path / "pets" / "b", {"x": 10, "y": 10})
+    assert_sentence(call(*command), says)
+    assert [path.name for path in tmp_path.iterdir()] == ["pets"]
+
+
+@pytest.mark.parametrize("classes", [{"train": 10, "valid": 10}, {"train": 10, "car": 10}])
+def test_a_class_may_be_called_train(tmp_path: Path, classes: dict[str, int]) -> None:
+    layouts.image_folders(tmp_path / "a", classes)
+    if "car" in classes:  # images below folders in a class
+        (tmp_path / "a" / "train").rename(tmp_path / "a" / "steam")
+        (tmp_path / "a" / "train").mkdir()
+        (tmp_path / "a" / "steam").rename(tmp_path / "a" / "train" / "steam")
+    assert load(tmp_path).classes == tuple(sorted(classes))
+
+
+def test_what_archives_of_macos_add_is_neither_domain_nor_class(root: Path) -> None:
+    before = load(root, classes="union")
+    layouts.image_folders(root / "__MACOSX" / "photos", {"cat": 10})
+    layouts.image_folders(root / "photos", {"__MACOSX": 10})
+    assert load(root, classes="union").identity == before.identity
+
+
 def test_domains_without_a_common_class(tmp_path: Path) -> None:
     layouts.image_folders(tmp_path / "a", {"x": 10, "y": 10})
     layouts.image_folders(tmp_path / "b", {"z": 10, "w": 10})
@@ -242,4 +277,4 @@ def test_more_clients_than_images(tmp_path: Path, call) -> None:
     layouts.image_folders(tmp_path / "pets" / "a" / "test", {"x": 1, "y": 1})
     done = call("run", "data=folder:pets", "model=small_cnn", "rounds=1")
     assert done.code == 2
-    assert "domain 'a' has 2 training samples for 5 clients: set clients_per_domain='a=2'" in done.err
+    assert "domain 'a' has 2 training samples for 5 clients: use at most 2 clients_per_domain" in done.err

@@ -69,6 +69,11 @@ def test_clients_own_their_indices() -> None:
             "samples_per_client",
         ),
         ({"a": 1}, {"a": 11}, "1 client needs 11 samples of domain 'a', which has 10: use fewer samples_per_client"),
+        (
+            {"a": 11},
+            {"a": 1},
+            "domain 'a' has 10 training samples for 11 clients: use at most 10 clients_per_domain",
+        ),
         ({"a": 0}, {"a": 4}, "the number of clients of 'a' must be at least 1, not 0"),
         ({"a": 1}, {"a": -1}, "the number of samples per client of 'a' must be at least 1, not -1"),
         ({}, {"a": 1}, "the number of clients is missing for domain 'a'"),

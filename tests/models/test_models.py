@@ -162,7 +162,7 @@ def test_a_factory_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "own_models:NOT_A_FUNCTION",
             {},
-            "the model 'own_models:NOT_A_FUNCTION' cannot be imported: .* has no function",
+            "the model 'own_models:NOT_A_FUNCTION' cannot be imported: 'NOT_A_FUNCTION' is an? .*, not a function",
         ),
         (
             "own_models:own_mistake",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -11,6 +12,8 @@ from PIL import Image
 from fedheal.core import fonts
 from fedheal.report import figures
 from fedheal.report.conclusions import analyse_rows
+from fedheal.report.diagnose import diagnose_run, draw_diagnosis
+from fedheal.report.figure_text import MAX_WIDTH, shorten_name
 from fedheal.report.series import find_pareto_front, pick_evenly
 from fedheal.report.tables import build_tables
 from made_up import DOMAINS, load_rows, make_run, run_folder
@@ -99,6 +102,64 @@ def test_names_in_any_script_are_letters_or_escaped_and_never_boxes(tmp_path, on
     text = "".join(ElementTree.parse(domains).getroot().itertext())
     assert "sketch" in text
     assert r"\u5199\u771f" in text or (installed and "写真" in text)
+
+
+HOSTILE = (r"$\frac{x$", "$x$", "a\\b_{c}^%&#", "_street", "<script>alert(1)</script>", "{}", "שלום", "two\nlines", "")
+
+
+@pytest.mark.parametrize("by", ["domain", "client"])
+def test_hostile_names_are_drawn_as_they_are(tmp_path, only_svg, monkeypatch, by):
+    """Names come from the clients of a federation: none is mathematics, and none is left out of a legend."""
+    monkeypatch.setitem(DOMAINS, "odd", HOSTILE[:8])
+    monkeypatch.setattr(figures, "FIGURES", {name: figures.FIGURES[name] for name in ("domains", "curves")})
+    run = run_folder(tmp_path / "run", "fedavg", "odd", rounds=4, per_domain=1)
+    lines = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
+    for record in lines:
+        record["clients"] = {client: 10.0 if client != "_street-0" else 99.0 for client in record["clients"]}
+        record["clients"]["$x$-0"] = 1.0
+    (run / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in lines))
+    files = figures.save_figure(tmp_path / by, lambda: draw_diagnosis(diagnose_run(run, by)))
+    if by == "domain":
+        files += figures.write_figures(load_rows(run), tmp_path / "figures")
+    for file in files:
+        text = "".join(ElementTree.parse(file).getroot().itertext())
+        expected = (*HOSTILE[:7], r"two\nlines") if by == "domain" else ("$x$-0",)
+        assert [name for name in expected if name not in text] == [], file
+
+
+def test_names_are_drawn_as_they_are_in_pdf(tmp_path, monkeypatch):
+    monkeypatch.setitem(DOMAINS, "odd", HOSTILE[:3])
+    monkeypatch.setattr(figures, "FIGURES", {"domains": figures.draw_domains})
+    run_folder(tmp_path / "run", "fedavg", "odd", rounds=4, per_domain=1)
+    assert len(figures.write_figures(load_rows(tmp_path), tmp_path / "figures")) == 3
+
+
+@pytest.mark.parametrize("name", ["long " * 40, "写" * 200, "\ue000" * 200])
+def test_long_names_leave_room_for_the_figure(tmp_path, only_svg, monkeypatch, name):
+    """The server allows 200 letters. matplotlib warns, which is an error in tests, if nothing is left for the axes."""
+    monkeypatch.setitem(DOMAINS, "odd", tuple(f"{name[:-1]}{k}" for k in range(8)))
+    run_folder(tmp_path / "run", "fedavg", "odd", rounds=4, per_domain=1)
+    files = figures.write_figures(load_rows(tmp_path), tmp_path / "figures")
+    files += figures.save_figure(tmp_path / "d", lambda: draw_diagnosis(diagnose_run(tmp_path / "run")))
+    for file in files:
+        if file.stem in ("domains", "curves", "weights", "d"):
+            text = "".join(ElementTree.parse(file).getroot().itertext())
+            assert "…" in text, file
+            assert "7" in text, file
+
+
+def test_a_name_is_shortened_in_its_middle():
+    assert shorten_name("street") == "street"
+    short = shorten_name("a" * 100 + "b" * 100)
+    assert len(short) == MAX_WIDTH
+    assert short.strip("ab") == "…"
+    assert len(shorten_name("写" * 200)) < len(short)
+
+
+def test_many_under_served_clients_fit(tmp_path, only_svg, monkeypatch):
+    run = run_folder(tmp_path / "run", "fedavg", rounds=4, per_domain=60)
+    (file,) = figures.save_figure(tmp_path / "d", lambda: draw_diagnosis(diagnose_run(run, "client")))
+    assert "syn-59 (under-served)" in "".join(ElementTree.parse(file).getroot().itertext())
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ def test_names_do_not_become_markup():
     domains = {"a|b": 80.0, "c^d~e\\f{g}": 60.0}
     (table,) = build_tables([replace(make_row("x|y", 0, 0.0, 0.0), domains=domains, fairness=fairness(domains))])
     head, rule, line = format_markdown(table).splitlines()
-    assert head == r"| method | a\|b | c^d~e\f{g} | AVG | STD | worst | seeds |"
+    assert head == r"| method | a\|b | c^d~e\\f{g} | AVG | STD | worst | seeds |"
     assert rule.count("---") == 7
     assert line.startswith(r"| x\|y | 80.00 |")
     assert r"c\textasciicircum{}d\textasciitilde{}e\textbackslash{}f\{g\}" in format_latex(table)

@@ -319,6 +319,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"taw": 0.3}, ["taw", "did you mean 'tau'"]),
     ({"round": 3}, ["round", "did you mean 'rounds'"]),
     ({"bogus": 3}, ["bogus", "tau", "beta"]),
+    ({"experiment": {"rounds": 3}}, ["unknown field 'experiment'", "at the top level, without [experiment]"]),
     ({"tau": 1.5}, ["tau", "1.5"]),
     ({"tau": None}, ["tau", "None"]),
     ({"tau": [0.3]}, ["tau", "0.3"]),

@@ -181,6 +181,8 @@ def test_load_gives_a_module_with_the_same_outputs(model: str, tmp_path: Path) -
 def test_load_of_an_unfinished_run_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no finished run"):
         fedheal.load(tmp_path)
+    with pytest.raises(ValueError, match="nothere does not exist: name the folder of a finished run"):
+        fedheal.load(tmp_path / "nothere")
     fedheal.run(quick(rounds=1), tmp_path / "run", progress=False)
     (tmp_path / "run" / "result.json").unlink()  # as after a stop between the model and the result
     with pytest.raises(ValueError, match="no finished run"):

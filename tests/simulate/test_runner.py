@@ -23,7 +23,7 @@ from fedheal.simulate import runner
 from fedheal.simulate.devices import resolve_device
 from fedheal.simulate.experiment import Experiment
 from tiny_data import load, quick
-from tiny_runs import get_model_bytes, run
+from tiny_runs import drop_seconds, get_model_bytes, run
 
 
 def test_a_method_of_ones_own_can_be_resumed_and_loaded(tmp_path):
@@ -174,6 +174,38 @@ def test_damaged_files_of_a_finished_run_are_named(tmp_path):
     (tmp_path / "run" / "result.json").write_text("[]")
     with pytest.raises(ValueError, match=r"result\.json does not hold a JSON object"):
         fedheal.load(tmp_path / "run")
+
+
+def test_a_model_that_is_missing_is_written_from_the_last_checkpoint(tmp_path):
+    done = fedheal.run(quick(), tmp_path / "run")
+    model, result = (tmp_path / "run" / name for name in ("model.safetensors", "result.json"))
+    written = model.read_bytes(), result.read_bytes()
+    model.unlink()
+    again = fedheal.run(quick(), tmp_path / "run", resume=True)
+    assert (model.read_bytes(), result.read_bytes()) == written
+    assert drop_seconds(again.history) == drop_seconds(done.history)
+    model.unlink()
+    (tmp_path / "run" / "state" / "00000003.safetensors").unlink()
+    rounds = (tmp_path / "run" / "rounds.jsonl").read_bytes()
+    missing = (
+        r"model\.safetensors is missing in .*run, and state/ holds no checkpoint of round 3.*remove .*result\.json"
+    )
+    with pytest.raises(ValueError, match=missing):
+        fedheal.run(quick(), tmp_path / "run", resume=True)
+    assert (result.read_bytes(), (tmp_path / "run" / "rounds.jsonl").read_bytes()) == (written[1], rounds)
+
+
+def test_a_damaged_result_is_written_again_once_it_is_removed(tmp_path):
+    fedheal.run(quick(), tmp_path / "run")
+    result = tmp_path / "run" / "result.json"
+    written = result.read_bytes()
+    for damaged in (b"garbage", b"{}"):
+        result.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"result\.json.*; remove it and resume \(--resume, or resume=True\)"):
+            fedheal.run(quick(), tmp_path / "run", resume=True)
+        result.unlink()
+        fedheal.run(quick(), tmp_path / "run", resume=True)
+        assert result.read_bytes() == written
 
 
 @pytest.mark.parametrize(

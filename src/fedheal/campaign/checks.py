@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -13,12 +14,35 @@ from fedheal.data import SPECS, find_loader
 from fedheal.data.embedded.scenes import SIZE as EMBEDDED_SIZE
 from fedheal.engine import check_engine
 from fedheal.engine.precision import resolve_precision
+from fedheal.report.rows import ORDER_FILE
+from fedheal.runs.folder import check_folder
 from fedheal.simulate.build import build_module, check_features, make_data_request
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.model_checks import check_evaluates, check_model, check_trains
 from fedheal.simulate.objects import check_is_name
 
+SWEEP_FILE = "sweep.json"  # beside the runs of a sweep
+# Of a folder with campaigns, down to the runs of `fedheal reproduce`: campaign/data/run.
+RUNS = tuple("*/" * depth + "experiment.toml" for depth in (1, 2, 3))
 CLASSES = 10  # of the embedded data, and of a model on data whose classes are not known before they are loaded
+
+
+def check_campaign_folder(folder: Path) -> Path:
+    """Return the folder of a campaign's runs. Raise ValueError if it holds files, but none of an earlier campaign.
+
+    A campaign that was stopped may have left folders of runs that are empty, or hold nothing but a lock.
+    """
+    if not check_folder(folder).is_dir() or any((folder / name).exists() for name in (ORDER_FILE, SWEEP_FILE)):
+        return folder
+    if any(next(folder.glob(pattern), None) for pattern in RUNS) or not any(map(_is_foreign, folder.rglob("*"))):
+        return folder
+    raise ValueError(f"{folder} is not empty and holds no runs: name another folder (--out)")
+
+
+def _is_foreign(path: Path) -> bool:
+    """Return whether a campaign cannot have left this file or link."""
+    is_folder = path.is_dir() and not path.is_symlink()
+    return not (is_folder or path.suffix == ".tmp" or path.name.startswith("."))
 
 
 def check_jobs(jobs: Sequence[Job]) -> None:

@@ -164,6 +164,9 @@ def choose_seeds(
         names = [name.strip() for name, _, _ in pairs]
         if len(set(names)) < len(names):
             raise ValueError(f"vary = {vary}: a source is given twice; {VARY_REMEDY}")
+        for name, (_, _, levels_text) in zip(names, pairs, strict=True):
+            if name in SOURCES and not levels_text.strip():
+                raise ValueError(f"vary = {vary}: {name} needs a number, as in {name}=5")
         vary = dict(zip(names, (levels for _, _, levels in pairs), strict=True))
     check_type("vary", vary, Mapping, VARY_REMEDY)
     if not vary or not set(vary) <= set(SOURCES):

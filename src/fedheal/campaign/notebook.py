@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from fedheal.campaign.checks import check_campaign_folder
 from fedheal.campaign.compare import choose_seeds, expand_unseen, name_design, plan
 from fedheal.campaign.jobs import Job, run_job
 from fedheal.campaign.pool import run_all
@@ -18,10 +19,10 @@ from fedheal.methods import Method
 from fedheal.methods.registry import METHOD_REMEDY
 from fedheal.report.comparability import check_reference
 from fedheal.report.html_page import render_page
-from fedheal.report.rows import NO_RUNS, Row, build_rows, find_results, load_summary
+from fedheal.report.rows import Row, build_rows, explain_no_runs, find_results, load_summary
 from fedheal.report.tables import flatten_rows
 from fedheal.report.text_report import format_report
-from fedheal.runs.folder import check_folder, make_folder, write_text
+from fedheal.runs.folder import make_folder, write_text
 from fedheal.simulate.experiment import format_value, make_folder_name
 from fedheal.simulate.objects import wrap_objects
 
@@ -105,7 +106,7 @@ def compare(
     if numbers and "init_seed" in numbers[0] and isinstance(fields.get("model"), nn.Module):
         raise ValueError(f"vary = {vary}: a module's values are those of every run; give a function, or leave out init")
     named = Path("runs") / _name_comparison(values, name_design(numbers))
-    folder = check_folder(named if out is None else Path(out))
+    folder = check_campaign_folder(named if out is None else Path(out))
     names = [method for method in methods if not isinstance(method, Method)]
     planned = plan(names, numbers, values, folder) if names or not own else []
     for method in own:
@@ -148,9 +149,10 @@ def make_report(*folders: str | Path, reference: str | None = None) -> Report:
         raise ValueError("give at least one run folder, such as make_report('runs')")
     for folder in folders:
         check_type("a folder", folder, str | PathLike, "give paths one by one, such as make_report('runs/a', 'runs/b')")
-    summaries = find_results([Path(folder) for folder in folders])
+    paths = [Path(folder) for folder in folders]
+    summaries = find_results(paths)
     if not summaries:
-        raise ValueError(f"there is no finished run in {', '.join(map(str, folders))}: {NO_RUNS}")
+        raise ValueError(f"there is no finished run in {', '.join(map(str, folders))}: {explain_no_runs(paths)}")
     return _build_report(summaries, reference)
 
 

@@ -237,7 +237,10 @@ def parse_space(words: Sequence[str]) -> tuple[dict[str, list[Any]], dict[str, A
         if re.fullmatch(r"[-+.\deE]+(:[-+.\deE]+)+", text):
             space[key] = _parse_range(word, text)
         elif "," in text and value == text and not _is_single_value(key, text):
-            space[key] = [parse_override(f"{key}={part.strip()}")[1] for part in text.split(",")]
+            parts = [part.strip() for part in text.split(",")]
+            if not all(parts):
+                raise ValueError(f"'{word}' has an empty value: leave out the comma, or give the value")
+            space[key] = [parse_override(f"{key}={part}")[1] for part in parts]
             if len(set(map(str, space[key]))) < len(space[key]):
                 raise ValueError(f"'{word}' has a value twice: leave one out")
         else:

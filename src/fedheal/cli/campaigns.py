@@ -17,6 +17,7 @@ from fedheal.cli.words import is_override
 
 DEMO_METHODS = ("fedavg", "fedavg+uniform", "fedheal", "fedheal:variant=released")
 SEARCHES = ("grid", "random", "optuna")
+DEFAULT_TRIALS = 20
 VARY_HELP = (
     "Instead of --seeds: seeds of split, init and batch, all combined, for variance components: split=10,init=3."
 )
@@ -34,12 +35,12 @@ def demo(
 
     Run the same command again to resume it: finished runs are not repeated.
     """
+    from fedheal.campaign.checks import check_campaign_folder
     from fedheal.campaign.compare import plan
     from fedheal.cli import display
     from fedheal.report import rows, tables
-    from fedheal.runs.folder import check_folder
 
-    planned = plan(DEMO_METHODS, [seed], {} if rounds is None else {"rounds": rounds}, check_folder(out))
+    planned = plan(DEMO_METHODS, [seed], {} if rounds is None else {"rounds": rounds}, check_campaign_folder(out))
     run_jobs(planned, quiet or as_json, f"Four methods on ten digits in four domains, seed {seed}", jobs)
     summaries = [rows.load_summary(job.folder) for job in planned]
     runs = rows.build_rows(summaries)
@@ -80,12 +81,12 @@ def compare(
     Example: fedheal compare fedavg fedavg+uniform fedheal --seeds 8 rounds=10
     """
     from fedheal.campaign import compare as comparison
+    from fedheal.campaign.checks import check_campaign_folder
     from fedheal.cli import display
     from fedheal.report import conclusions, rows, tables
     from fedheal.report.comparability import list_cautions
     from fedheal.report.text_report import format_report
     from fedheal.report.variance_table import decompose_rows, flatten_components
-    from fedheal.runs.folder import check_folder
     from fedheal.simulate.experiment import make_folder_name, parse_overrides
 
     overrides = [word for word in words if is_override(word)]
@@ -101,7 +102,7 @@ def compare(
             raise ValueError(f"{word}: a comparison takes no experiment file; write its fields as key=value")
     numbers = comparison.choose_seeds(seeds, vary)
     name = ["compare", data.replace(":", "."), *comparison.name_design(numbers), *sorted(overrides)]
-    folder = check_folder(out or Path("runs") / make_folder_name("-".join(name)))
+    folder = check_campaign_folder(out or Path("runs") / make_folder_name("-".join(name)))
     planned = comparison.plan(methods, numbers, values | {"data": data}, folder, track)
     alone = f"{methods[0]} is the only method, so nothing is compared: name another to compare it with"
     note = alone if len(methods) == 1 else ""
@@ -126,7 +127,9 @@ def sweep_command(
     seeds: Seeds = "1",
     metric: Annotated[str, typer.Option(help="The metric to choose by: avg, worst, std, gap or jain.")] = "avg",
     search: Annotated[str, typer.Option(help="grid, random or optuna.")] = "grid",
-    trials: Annotated[int, typer.Option(help="How many points random and optuna try.")] = 20,
+    trials: Annotated[
+        int | None, typer.Option(help="How many points random and optuna try.", show_default=str(DEFAULT_TRIALS))
+    ] = None,
     out: RunsFolder = None,
     jobs: Jobs = 0,
     ray: Ray = None,
@@ -141,26 +144,25 @@ def sweep_command(
 
     Example: fedheal sweep method=fedheal tau=0:0.9:0.1 beta=0,0.4,1 rounds=10
     """
-    if search not in SEARCHES:
-        raise ValueError(f"search = {search}: use {', '.join(SEARCHES)}")
+    tried = _choose_trials(search, trials)
     from rich.console import Console
 
     from fedheal.campaign import sweep
+    from fedheal.campaign.checks import SWEEP_FILE, check_campaign_folder
     from fedheal.campaign.compare import parse_seeds
     from fedheal.cli import display
     from fedheal.core.atomic_files import write_if_changed
-    from fedheal.runs.folder import check_folder
     from fedheal.simulate.experiment import make_folder_name
 
     space, fixed = sweep.parse_space(words)
     name = ["sweep", *(word.replace(":", "..") for word in sorted(words))]
-    folder = check_folder(out or Path("runs") / make_folder_name("-".join(name)))
+    folder = check_campaign_folder(out or Path("runs") / make_folder_name("-".join(name)))
     wanted = sweep.Search(space, fixed, parse_seeds(seeds), folder, metric)
     run_trials = functools.partial(run_jobs, quiet=quiet or as_json, title="", jobs=jobs, ray=ray, is_search=True)
     first = wanted.jobs(wanted.point(0))[0]
     if ray is None and not first.is_finished:
         display.print_class_notes([first.experiment], Console(quiet=quiet or as_json))
-    found = list(sweep.SEARCHES[search](wanted, run_trials, trials))
+    found = list(sweep.SEARCHES[search](wanted, run_trials, tried))
     best = sweep.choose_best(found, metric)
     summary = {
         "metric": metric,
@@ -169,13 +171,24 @@ def sweep_command(
         "trials": [{"point": trial.point, "validation": trial.validation} for trial in found],
         "next_command": wanted.format_next_command(best),
     }
-    write_if_changed(folder / "sweep.json", json.dumps(summary, indent=2) + "\n")
+    write_if_changed(folder / SWEEP_FILE, json.dumps(summary, indent=2) + "\n")
     if as_json:
         typer.echo(json.dumps(summary, indent=2))
     elif not quiet:
         # A cluster's data need not be on this machine.
         data = sweep.measure_validation(wanted.jobs(best.point)[0].experiment) if ray is None else None
         display.show_search(wanted, found, best, data)
+
+
+def _choose_trials(search: str, trials: int | None) -> int:
+    """Return how many points a search tries, if it does not try all. Raise ValueError if the two do not fit."""
+    if search not in SEARCHES:
+        raise ValueError(f"search = {search}: use {', '.join(SEARCHES)}")
+    if search == "grid" and trials is not None:
+        raise ValueError(
+            f"trials = {trials} has no effect: --search grid tries every point; leave it out, or use --search random or optuna"
+        )
+    return DEFAULT_TRIALS if trials is None else trials
 
 
 def _find_command() -> str:

@@ -23,7 +23,7 @@ from fedheal.cli.parsing import Command
 from fedheal.data import DATASETS, SPECS, DataRequest, find_spec, on_disk
 from fedheal.data.archive import read_export, read_manifest
 from fedheal.data.cache import prepare_data
-from fedheal.data.download import download_domain
+from fedheal.data.download import check_origin, download_domain
 from fedheal.data.locate import DomainStatus, inspect_domains, locate_domains, resolve_root
 from fedheal.data.specs import DatasetSpec
 from fedheal.data.splits import choose_classes, note_class_differences
@@ -138,6 +138,7 @@ def fetch_command(
     Files of the Hugging Face hub are checked against its checksums. Files of other sites are checked against published
     checksums; without one, the SHA-256 of the first download is recorded and printed. An interrupted download is resumed.
     """
+    check_origin(origin)
     spec, request = find_spec(data, DataRequest(data_root))
     root = resolve_root(request.root)
     names = [domain_spec.name for domain_spec in spec.domains]

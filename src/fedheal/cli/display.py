@@ -33,6 +33,7 @@ from fedheal.report import rows, tables
 from fedheal.report.diagnose import diagnose_run, draw_diagnosis, explain_diagnosis, format_diagnosis
 from fedheal.report.figures import save_figure
 from fedheal.report.html_page import Section, render_page
+from fedheal.report.last_rounds import list_round_notes
 from fedheal.report.text_report import format_blocks, format_data_notes, format_report
 from fedheal.runs import folder as records
 from fedheal.runs.schema import RoundRecord
@@ -78,7 +79,8 @@ def show_run(summary: Mapping[str, Any], folder: Path) -> None:
     """Print one run: its numbers, what they mean, notes on the data, and the folder."""
     show_comparison([summary])
     about = f"Accuracy in percent, {tables.describe_averaging(frozenset({int(summary['averaged'])}))}."
-    typer.echo("\n".join([about, *format_data_notes([summary]), str(folder)]))
+    noted = {**summary, "round_notes": list_round_notes(folder, summary)}
+    typer.echo("\n".join([about, *format_data_notes([noted]), str(folder)]))
 
 
 def show_comparison(summaries: Sequence[Mapping[str, Any]]) -> None:

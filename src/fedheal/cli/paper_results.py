@@ -41,18 +41,18 @@ def reproduce(
     """
     if result not in RESULTS.split(", "):
         raise ValueError(f"there is no result '{result}': choose one of {RESULTS}")
+    from fedheal.campaign.checks import check_campaign_folder
     from fedheal.campaign.compare import parse_seeds
     from fedheal.cli import display
     from fedheal.reproduce import RECIPES, Options, make_suffix, plan_recipe
     from fedheal.reproduce.outputs import write_outputs
-    from fedheal.runs.folder import check_folder
     from fedheal.simulate.experiment import parse_overrides
 
     options_as_words = [f"{k}={v}" for k, v in {"rounds": rounds, "device": device}.items() if v is not None]
     values = parse_overrides([*options_as_words, *(words or [])])  # which refuses a field that is set in both forms
     row_list, data_list = ([w.strip() for w in text.split(",") if w.strip()] for text in (row_names, data))
     options = Options(parse_seeds(seeds), row_list, data_list, values, smoke)
-    parts = plan_recipe(RECIPES[result], options, check_folder(out))
+    parts = plan_recipe(RECIPES[result], options, check_campaign_folder(out))
     planned = list({job.folder: job for part in parts for job in part.jobs}.values())
     run_jobs(planned, quiet or as_json, count_runs(planned, out), jobs, ray)
     made = write_outputs(result, RECIPES[result], parts, out / f"{result}{make_suffix(options)}")

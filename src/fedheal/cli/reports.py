@@ -55,7 +55,7 @@ def report(
         raise ValueError(f"by = {by}: --by needs --diagnose; add --diagnose or leave out --by")
     runs = rows.find_rows(folders)
     if not runs:
-        raise ValueError(f"there is no finished run in {', '.join(map(str, folders))}: {rows.NO_RUNS}")
+        raise ValueError(f"there is no finished run in {', '.join(map(str, folders))}: {rows.explain_no_runs(folders)}")
     with suppress(ValueError):  # the report refuses unknown names
         reference = reference and method_table.get(reference).name
     if html:

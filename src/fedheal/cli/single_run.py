@@ -110,15 +110,16 @@ def _find_experiment(
 
 def _run_unseen(experiment: Experiment, folder: Path, track: str | None, quiet: bool, as_json: bool) -> None:
     """Run the experiment without each domain in turn, into subfolders, and show the accuracy on the unseen domains."""
+    from fedheal.campaign.checks import check_campaign_folder
     from fedheal.campaign.compare import expand_unseen
     from fedheal.campaign.jobs import Job
     from fedheal.cli import display
     from fedheal.report import rows, tables
     from fedheal.report.text_report import format_report
-    from fedheal.runs.folder import check_folder
 
     parts = expand_unseen(experiment.to_dict())
-    planned = [Job(part, check_folder(folder) / part.folder_name, track) for part in parts]
+    check_campaign_folder(folder)
+    planned = [Job(part, folder / part.folder_name, track) for part in parts]
     run_jobs(planned, quiet or as_json, count_runs(planned, folder), jobs=1)
     runs = rows.build_rows(rows.load_summary(job.folder) for job in planned)
     if as_json:

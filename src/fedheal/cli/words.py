@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+# A value for each field that beginners set, since reading all fields would import PyTorch.
+EXAMPLES = {
+    "method": "fedheal", "data": "digits", "model": "resnet10", "rounds": "10", "seed": "1", "epochs": "1", "lr": "0.01",
+    "batch_size": "32", "participation": "0.5", "dropout": "0.1", "clients_per_domain": "5", "device": "cpu", "tau": "0.4",
+    "beta": "0.4",
+}  # fmt: skip
+
 
 def is_file(word: str) -> bool:
     """Return whether a word is a file: `name=x.toml` is a field, `runs/compare-embedded-lr=0.1/experiment.toml` a file."""
@@ -20,7 +27,8 @@ def check_files(files: Sequence[str], words: Sequence[str]) -> None:
         if Path(file).is_dir():
             raise ValueError(f"{file} is a folder: name an experiment file, such as {Path(file, 'experiment.toml')}")
         if not file.endswith(".toml") and not Path(file).exists():
-            raise ValueError(f"'{file}' is neither a field (key=value, such as method={file}) nor a file (FILE.toml)")
+            example = f"{file}={EXAMPLES[file]}" if file in EXAMPLES else f"method={file}"
+            raise ValueError(f"'{file}' is neither a field (key=value, such as {example}) nor a file (FILE.toml)")
     if len(files) > 1:
         raise ValueError(f"{', '.join(files)}: a run takes one experiment file, not {len(files)}; leave the others out")
 

@@ -72,7 +72,7 @@ def frame_error(what: str, name: str, error: Exception) -> CustomPartError:
     return CustomPartError(f"{name_part(what, name)} raised {format_error(error)} ({where})")
 
 
-def format_error(error: Exception) -> str:
+def format_error(error: BaseException) -> str:
     """Return an exception's type and the first line of its message.
 
     >>> format_error(KeyError("height"))

@@ -6,7 +6,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from fedheal.core.errors import format_error
+from fedheal.core.errors import add_article, format_error
 
 
 def import_function(what: str, path: str) -> Callable[..., Any]:
@@ -20,11 +20,16 @@ def import_function(what: str, path: str) -> Callable[..., Any]:
     """
     module, _, attribute = path.partition(":")
     try:
-        function = getattr(importlib.import_module(module), attribute, None)
-    except Exception as error:  # a user's module may raise anything
-        raise ValueError(f"the {what} {path!r} cannot be imported: {format_error(error)}") from error
+        imported = importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        is_file = module.endswith(".py") and isinstance(error, ImportError)
+        remedy = f"; leave out .py: {module.removesuffix('.py').replace('/', '.')}:{attribute}" if is_file else ""
+        raise ValueError(f"the {what} {path!r} cannot be imported: {format_error(error)}{remedy}") from error
+    function = getattr(imported, attribute, None)
     if not callable(function):
-        raise ValueError(f"the {what} {path!r} cannot be imported: {module!r} has no function {attribute!r}")
+        kind = f"{attribute!r} is {add_article(type(function).__name__)}, not a function"
+        problem = kind if function is not None else f"{module!r} has no function {attribute!r}"
+        raise ValueError(f"the {what} {path!r} cannot be imported: {problem}")
     return function  # type: ignore[no-any-return]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,7 +94,7 @@ def find_loader(name: str, request: DataRequest | None = None) -> Callable[[], D
         return _load_embedded_once
     if ":" not in name:
         raise ValueError(
-            f"there is no data set {name!r}{suggest(name, list(DATASETS))}; choose one of {', '.join(DATASETS)}, "
+            f"there is no data set {name!r}{_suggest_data(name, list(DATASETS))}; choose one of {', '.join(DATASETS)}, "
             f"or use your own image folders as '{FOLDER_PREFIX}PATH', or your own function by its import path "
             '"package.module:function"'
         )
@@ -104,7 +105,7 @@ def check_loaded(name: str, loader: Callable[[], Any]) -> Domains:
     """Return what a user's function loads. Raise ValueError if it fails, or returns no consistent `Domains`."""
     try:
         data = loader()
-    except Exception as error:  # a user's function may raise anything
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
         raise ValueError(f"the data set's function {name!r} raised {format_error(error)}") from error
     if not isinstance(data, Domains):
         raise ValueError(f"{name!r} must return a fedheal.data.domains.Domains, got {type(data).__name__}")
@@ -128,9 +129,15 @@ def find_spec(name: str, request: DataRequest | None = None) -> tuple[DatasetSpe
             raise ValueError(f"data_root = {request.root!r}: {name!r} already names the folder; leave data_root out")
         return make_folder_spec(name), replace(request, root=name.removeprefix(FOLDER_PREFIX))
     if name not in SPECS:
-        problem = "is not read from disk" if name in DATASETS else f"is no data set{suggest(name, list(SPECS))}"
+        problem = "is not read from disk" if name in DATASETS else f"is no data set{_suggest_data(name, list(SPECS))}"
         raise ValueError(f"data = '{name}' {problem}: use one of {', '.join(SPECS)}, {FOLDER_PREFIX}PATH")
     return SPECS[name], request
+
+
+def _suggest_data(name: str, known: list[str]) -> str:
+    """Return what a name that is no data set's may mean: a folder that is there, or a similar name."""
+    is_folder = name.isprintable() and os.path.isdir(os.path.expanduser(name))
+    return f" (did you mean data={FOLDER_PREFIX}{name}?)" if is_folder else suggest(name, known)
 
 
 def get_protocol(name: str) -> dict[str, Any]:

@@ -38,10 +38,15 @@ class DownloadedFile:
     is_verified: bool
 
 
-def download_domain(spec: DomainSpec, root: Path, progress: Progress, origin: str = "") -> list[DownloadedFile]:
-    """Download one domain to where it is looked for. `origin` is "hub", "web" or "" for either."""
+def check_origin(origin: str) -> None:
+    """Raise ValueError unless this is a kind of site to download from, or "" for any."""
     if origin not in ("", "hub", "web"):
         raise ValueError(f"from = {origin}: use hub or web")
+
+
+def download_domain(spec: DomainSpec, root: Path, progress: Progress, origin: str = "") -> list[DownloadedFile]:
+    """Download one domain to where it is looked for. `origin` is "hub", "web" or "" for either."""
+    check_origin(origin)
     if spec.hub and origin != "web":
         return download_from_hub(spec.hub, root, progress)
     if spec.web and origin != "hub":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedheal.core.errors import shorten_list
+from fedheal.core.errors import format_count, shorten_list
 from fedheal.data.readers.images import SUFFIXES, measure_depth
 from fedheal.data.specs import IMAGE_FOLDERS, DatasetSpec, DomainFiles, DomainSpec
 from fedheal.data.splits import EncodedImages, RawSplit, align_labels, explain_empty_split
@@ -118,6 +118,8 @@ def _inspect_domain(location: DomainLocation, root: Path, classes: tuple[str, ..
     counts = np.bincount(raw.train.labels, minlength=len(raw.classes))
     low, high = (f"{counts[c]:,} ({raw.classes[c]})" for c in (counts.argmin(), counts.argmax()))
     balance = f"{low} to {high} in {len(raw.classes)} classes"
+    if counts.min() == counts.max():
+        balance = f"{counts[0]:,} in each of {format_count(len(raw.classes), 'class')}"
     found = files.name, state, files.layout, str(files.folder)
     return DomainStatus(*found, len(raw.train), len(raw.test), balance, detail, raw.classes)
 

@@ -17,7 +17,7 @@ from fedheal.data.cache import CacheInputs, PreparedData, prepare_data
 from fedheal.data.domains import Domain, Domains, Excerpt, fingerprint
 from fedheal.data.locate import DomainLocation, explain_missing, locate_domains, resolve_root
 from fedheal.data.partition import Client
-from fedheal.data.readers.folders import list_subfolders
+from fedheal.data.readers.folders import check_split_folders, list_subfolders
 from fedheal.data.specs import IMAGE_FOLDERS, DatasetSpec, DomainSpec, FolderLayout
 from fedheal.data.splits import RawDomain, align_labels, choose_classes, note_class_differences
 from fedheal.runs.folder import make_folder
@@ -73,6 +73,8 @@ def make_folder_spec(name: str) -> DatasetSpec:
         raise ValueError(f"data = {name!r}: there is no folder {value!r}; give one that contains <domain>/<class>/...")
     else:
         domains = list_subfolders(path)
+        for domain in domains:
+            check_split_folders(domain, path / domain)
     if not domains:
         raise ValueError(f"data = {name!r}: {path} has no subfolders; it must contain <domain>/<class>/...")
     specs = tuple(DomainSpec(n, train=0, test=0, folders=(n,), layouts=(FolderLayout(),), home="") for n in domains)

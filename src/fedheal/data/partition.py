@@ -78,7 +78,7 @@ def partition_samples(
         count = _get_count(clients, domain, "clients")
         if count > size:
             raise ValueError(
-                f"domain {domain!r} has {size} training samples for {count} clients: set clients_per_domain='{domain}={size}'"
+                f"domain {domain!r} has {size} training samples for {count} clients: use at most {size} clients_per_domain"
             )
         each = _get_count(samples, domain, "samples per client")
         if count * each > size:

@@ -6,6 +6,7 @@ any `torch.nn.Module`. Initial values depend on torch's global generator alone: 
 """
 
 import inspect
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -58,7 +59,7 @@ def build(name: str, classes: int, weights: str | None = None, **kwargs: Any) ->
     """
     if ":" not in name and name not in MODELS:
         raise ValueError(
-            f"there is no model {name!r}{suggest(name, list(MODELS))}; choose one of {', '.join(MODELS)}, one of a library "
+            f"there is no model {name!r}{_suggest_model(name)}; choose one of {', '.join(MODELS)}, one of a library "
             "as 'timm:NAME' or 'torchvision:NAME', or name your own factory by import path, 'package.module:factory'"
         )
     if is_library_name(name):
@@ -73,7 +74,7 @@ def build(name: str, classes: int, weights: str | None = None, **kwargs: Any) ->
         raise ValueError(f"the model {name!r} cannot be built from {arguments}: {error}") from error
     try:
         model = factory(classes=classes, **kwargs)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if ":" not in name:
             raise
         raise ValueError(f"the model's factory {name!r} raised {format_error(error)}") from error
@@ -82,3 +83,11 @@ def build(name: str, classes: int, weights: str | None = None, **kwargs: Any) ->
     if weights is not None:
         load_weights(model, read_weights(weights), weights)
     return model
+
+
+def _suggest_model(name: str) -> str:
+    """Return what a name that is no model's may mean: an import path without its colon, or a similar name."""
+    module, dot, function = name.rpartition(".")
+    if dot and re.fullmatch(r"\w+(\.\w+)*", name):
+        return f" (did you mean '{module}:{'factory' if function == 'py' else function}'?)"
+    return suggest(name, list(MODELS))

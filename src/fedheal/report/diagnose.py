@@ -21,7 +21,10 @@ from fedheal.core.deprecated_paths import warn_of_renames
 from fedheal.core.errors import format_count
 from fedheal.core.metrics import count_averaged
 from fedheal.report import palette
-from fedheal.report.figures import PAGE, label_rounds
+from fedheal.report.figure_text import shorten_name
+from fedheal.report.figures import PAGE, add_legend, label_rounds
+from fedheal.report.last_rounds import note_earlier
+from fedheal.report.plain_text import escape_controls
 from fedheal.report.rows import check_runs_exist
 from fedheal.report.series import Floats, mean_ignoring_nan, read_complete_rounds
 from fedheal.runs.folder import read_result
@@ -30,6 +33,7 @@ from fedheal.runs.schema import RoundRecord
 __all__ = ["Diagnosis", "Unit", "diagnose_run", "explain_diagnosis", "format_diagnosis"]
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.figure import Figure
 
 GAP = 5.0  # points below the mean
@@ -191,7 +195,7 @@ def _build_unit(name: str, clients: Sequence[str], records: Sequence[RoundRecord
         return values
 
     return Unit(
-        name=name,
+        name=escape_controls(name),
         clients=len(clients),
         accuracy=np.array([(getattr(record, key) or {}).get(name, np.nan) for record in records], np.float64),
         weight=combine(weights, np.sum),
@@ -242,11 +246,22 @@ def _format_last(values: Floats, form: str) -> str:
 
 
 def explain_diagnosis(diagnosis: Diagnosis) -> list[str]:
-    """Return one sentence per under-served unit, or one that says why there is none.
+    """Return one sentence per under-served unit, or one that says why there is none, and one on accuracies of earlier models.
 
     Args:
         diagnosis: What `diagnose_run` returned.
     """
+    return [*_explain_units(diagnosis), *_explain_rounds(diagnosis)]
+
+
+def _explain_rounds(diagnosis: Diagnosis) -> list[str]:
+    """Say which units were not evaluated in the last evaluated round."""
+    evaluated = {unit.name: diagnosis.rounds[np.isfinite(unit.accuracy)] for unit in diagnosis.units}
+    note = note_earlier({name: int(rounds[-1]) for name, rounds in evaluated.items() if len(rounds)})
+    return [f"{note[0].upper()}{note[1:]}."] if note else []
+
+
+def _explain_units(diagnosis: Diagnosis) -> list[str]:
     kind = diagnosis.kind
     if not np.isfinite(diagnosis.gaps).any():
         return [f"No accuracy by {kind} was recorded, so no {kind} can be called under-served; weights are as shown."]
@@ -295,6 +310,7 @@ def draw_diagnosis(diagnosis: Diagnosis) -> Figure | None:
     behind = diagnosis.under_served
     colour_all = diagnosis.kind == "domain" and len(units) <= len(palette.DOMAINS)
     figure = Figure(figsize=(PAGE, 2.1))
+    legend: dict[int, tuple[Artist, str]] = {}
     for axes, (title, lines, level) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         if level is not None:
             axes.axhline(level, color="#999999", lw=0.6)
@@ -304,11 +320,11 @@ def draw_diagnosis(diagnosis: Diagnosis) -> Figure | None:
             look["color"] = "#BBBBBB"
             if is_behind or colour_all:
                 look["color"] = palette.domain_colour(i if colour_all else behind.index(i))
-                look["label"] = f"{unit.name}{' (under-served)' if is_behind else ''}"
-            axes.plot(diagnosis.rounds[has_number], values[has_number], **look)
+            (line,) = axes.plot(diagnosis.rounds[has_number], values[has_number], **look)
+            if is_behind or colour_all:
+                legend[i] = (line, f"{shorten_name(unit.name)}{' (under-served)' if is_behind else ''}")
         axes.set_title(title, fontsize=7)
         label_rounds(axes)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(handles), 5))
+    if legend:
+        add_legend(figure, [line for line, _ in legend.values()], [label for _, label in legend.values()])
     return figure

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -17,13 +17,14 @@ from fedheal.analysis.paired_tests import HIGHER_IS_BETTER
 from fedheal.report import palette
 from fedheal.report.comparability import check_reference, choose_reference
 from fedheal.report.conclusions import ALPHA, METRICS, Findings, analyse_rows
-from fedheal.report.figure_text import escape_figure, find_figure_families
+from fedheal.report.figure_text import PLAIN_TEXT, escape_figure, find_figure_families, measure_name, shorten_name
 from fedheal.report.rows import BOUNDS, Row, group_by_data
 from fedheal.report.series import PHASES, Series, build_series, find_pareto_front
 from fedheal.report.tables import ResultTable, build_tables
 from fedheal.runs.folder import make_folder, write_bytes
 
 if TYPE_CHECKING:  # matplotlib takes a second to load
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -42,6 +43,7 @@ STYLE: Any = {
     "lines.linewidth": 1.2, "errorbar.capsize": 1.5, "figure.constrained_layout.use": True, "savefig.dpi": 300,
     "pdf.fonttype": 42, "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "fedheal",  # the same runs give the same bytes
+    **PLAIN_TEXT,
 }  # fmt: skip
 
 
@@ -107,7 +109,7 @@ def draw_domains(data: FigureData) -> Figure | None:
         style: dict[str, Any] = {"fmt": look.marker, "ms": 3.5, "color": look.colour, "lw": 0.7, "capsize": 0}
         axes.errorbar(mean, place, xerr=error, label=method, **style)
     axes.hlines(at[:-1] + 0.5, 0, 1, transform=axes.get_yaxis_transform(), color="#E6E6E6", lw=0.5)
-    axes.set_yticks(at, data.domains)
+    axes.set_yticks(at, [shorten_name(domain) for domain in data.domains])
     axes.set_ylim(-0.5, len(at) - 0.5)
     axes.set_xlabel("accuracy, %")
     _format_rows(axes)
@@ -329,15 +331,27 @@ def _add_domain_legend(figure: Figure | None, data: FigureData) -> Figure | None
     if figure is not None:
         from matplotlib.patches import Patch
 
-        patches = [Patch(color=palette.domain_colour(i), label=domain) for i, domain in enumerate(data.domains)]
-        figure.legend(handles=patches, loc="outside upper center", ncols=len(data.domains), handlelength=1)
+        patches = [Patch(color=palette.domain_colour(i)) for i in range(len(data.domains))]
+        add_legend(figure, patches, [shorten_name(domain) for domain in data.domains], "upper", handlelength=1)
     return figure
 
 
 def _add_method_legend(figure: Figure, axes: Axes) -> None:
-    """Add a legend below the axes, and make the figure higher by its lines."""
-    handles, labels = axes.get_legend_handles_labels()
+    """Add a legend of the methods below the axes."""
+    add_legend(figure, *axes.get_legend_handles_labels())
+
+
+def add_legend(
+    figure: Figure,
+    handles: Sequence[Artist],
+    labels: Sequence[str],
+    side: Literal["lower", "upper"] = "lower",
+    **look: Any,
+) -> None:
+    """Add a legend outside the axes in as many columns as fit, and make the figure higher by its lines."""
     letters = 105 if figure.get_figwidth() > COLUMN else 50
-    columns = max(1, letters // (max(map(len, labels)) + 6))
+    columns = max(1, min(len(labels), letters // (max(map(measure_name, labels)) + 6)))
     figure.set_figheight(figure.get_figheight() + 0.14 * (-(-len(labels) // columns) - 1))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+    # Labels are given here, since matplotlib leaves out an artist whose own label begins with "_".
+    place: Any = f"outside {side} center"
+    figure.legend(handles, labels, loc=place, ncols=columns, **look)

@@ -14,6 +14,7 @@ import numpy as np
 from fedheal.core.atomic_files import write_if_changed
 from fedheal.core.metrics import fairness
 from fedheal.core.rng import SEED_FIELDS
+from fedheal.report.last_rounds import list_round_notes
 from fedheal.runs.folder import read_json, read_result, read_toml
 from fedheal.runs.schema import FREE, LATER_SETTINGS
 
@@ -104,6 +105,17 @@ def check_runs_exist(path: Path) -> None:
         raise ValueError(f"{path} is a file, not a folder: name a folder of runs, such as {path.parent}")
 
 
+def explain_no_runs(paths: Sequence[Path]) -> str:
+    """Say why there is no finished run in these folders, and what to do: a federation is not resumed with `fedheal run`."""
+    federation = next((file.parent for path in paths for file in sorted(path.rglob("federation.toml"))), None)
+    if federation is None:
+        return NO_RUNS
+    if (federation / "model.safetensors").is_file():
+        return f"{federation} holds a federation without a result.json, since no client sent a usable 'accuracy'"
+    remedy = f"resume it with resume=true; fedheal report {federation} --diagnose shows its rounds now"
+    return f"{federation} holds a federation that is not finished: {remedy}"
+
+
 def _suggest_folder(path: Path) -> str:
     """Say which folder may be meant instead of one that does not exist, or how to get runs."""
     similar = sorted(map(str, path.parent.glob(f"{glob.escape(path.name)}*"))) if path.name else []
@@ -138,13 +150,45 @@ def write_method_order(folder: Path, rows: Sequence[Row]) -> None:
 
 
 def load_summary(folder: Path, required: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the result of a finished run, with its `folder`. Raise ValueError if it lacks what a report needs."""
-    return read_result(folder, {*REPORT_FIELDS, *required}) | {"folder": str(folder)}
+    """Return the result of a finished run, with its `folder` and, if there are any, notes on its rounds as `round_notes`.
+
+    Raises:
+        ValueError: If it lacks what a report needs.
+    """
+    summary = _rename_domains(read_result(folder, {*REPORT_FIELDS, *required})) | {"folder": str(folder)}
+    notes = list_round_notes(folder, summary)
+    return summary | ({"round_notes": notes} if notes else {})
+
+
+def rename_domain(name: str) -> str:
+    """Return the name of a domain in reports: one that a client has called like a column of the table is told apart.
+
+    >>> rename_domain("street"), rename_domain("worst")
+    ('street', 'worst (domain)')
+    """
+    return f"{name} (domain)" if name in FAIRNESS_COLUMNS else name
+
+
+def _rename_domains(summary: dict[str, Any]) -> dict[str, Any]:
+    if FAIRNESS_COLUMNS.keys().isdisjoint(summary["domains"]):
+        return summary
+    by_domain = {key: summary[key] for key in ("domains", "test_sizes", "by_class", "calibration") if summary.get(key)}
+    renamed = {key: {rename_domain(domain): x for domain, x in found.items()} for key, found in by_domain.items()}
+    trained = {client: rename_domain(str(domain)) for client, domain in summary["trained"].items()}
+    return {**summary, **renamed, "trained": trained, "without": [rename_domain(name) for name in summary["without"]]}
 
 
 def collect_data_notes(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return what is special about the runs' data, such as a stand-in for an unavailable domain; each note once."""
-    return list(dict.fromkeys(note for summary in summaries for note in summary.get("data_notes", ())))
+    """Return what is special about the runs' data, such as a stand-in for an unavailable domain; each note once.
+
+    Notes on a run's rounds follow: which domains were not evaluated with its last model.
+    """
+    runs = list(summaries)
+    notes = [note for run in runs for note in run.get("data_notes", ())]
+    for run in (run for run in runs if "round_notes" in run):
+        whose = f"{_name_row(run)} with seed {run['seed']}: " if len(runs) > 1 else ""
+        notes += [whose + note for note in run["round_notes"]]
+    return list(dict.fromkeys(notes))
 
 
 def group_by_data(rows: Iterable[Row]) -> dict[str, list[Row]]:

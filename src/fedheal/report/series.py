@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fedheal.analysis.standard_error import fairness_errors, mean_error, sampling_error
 from fedheal.core.metrics import fairness
 from fedheal.report.comparability import list_methods
-from fedheal.report.rows import FAIRNESS_COLUMNS, UNSEEN, Row
+from fedheal.report.rows import FAIRNESS_COLUMNS, UNSEEN, Row, rename_domain
 from fedheal.report.seed_levels import count_independent
 from fedheal.runs.folder import find_damaged_line, read_result, read_rounds
 from fedheal.runs.schema import RoundRecord
@@ -99,7 +99,8 @@ def _build_curves(
     runs: Sequence[Rounds], sizes: Mapping[str, float], domains: Sequence[str], independent: int
 ) -> dict[str, Band]:
     # In a federation not every domain is evaluated in every round.
-    accuracy = np.array([[[(record.domains or {}).get(d, np.nan) for d in domains] for record in run] for run in runs])
+    found = [[{rename_domain(d): x for d, x in (record.domains or {}).items()} for record in run] for run in runs]
+    accuracy = np.array([[[by_domain.get(d, np.nan) for d in domains] for by_domain in run] for run in found])
     mean = accuracy.mean(axis=0).T  # by domain and round
     sampling = np.array([sampling_error(x, sizes.get(d, 0)) for d, x in zip(domains, mean, strict=True)])
     curves = {

@@ -16,6 +16,7 @@ from fedheal.core.errors import explain_install
 from fedheal.core.metrics import LAST
 from fedheal.core.rng import SEED_FIELDS
 from fedheal.report.comparability import annotate_rows, choose_reference
+from fedheal.report.plain_text import escape_controls, escape_markdown
 from fedheal.report.rows import BOUNDS, FAIRNESS_COLUMNS, UNSEEN, Row, Seeds, group_by_data, read_settings
 from fedheal.report.seed_levels import count_independent
 from fedheal.runs.folder import write_bytes
@@ -141,7 +142,7 @@ def format_lines(table: ResultTable, bold: str) -> list[list[str]]:
 
 def join_markdown(lines: Sequence[Sequence[str]]) -> str:
     """Return lines of words as a Markdown table; the first is its head."""
-    head, *body = ["| " + " | ".join(word.replace("|", r"\|") for word in line) + " |" for line in lines]
+    head, *body = ["| " + " | ".join(map(escape_markdown, line)) + " |" for line in lines]
     return "\n".join([head, "|---" * len(lines[0]) + "|", *body])
 
 
@@ -164,7 +165,7 @@ LATEX = {"\\": r"\textbackslash{}", "^": r"\textasciicircum{}", "~": r"\textasci
 
 
 def _escape_latex(words: str) -> str:
-    return "".join(LATEX.get(character, character) for character in words)
+    return "".join(LATEX.get(character, character) for character in escape_controls(words))
 
 
 def format_text(table: ResultTable) -> str:
@@ -177,6 +178,7 @@ def format_text(table: ResultTable) -> str:
 
 def align_columns(lines: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Return lines with columns of equal width, the first `left` of them aligned to the left."""
+    lines = [[escape_controls(word) for word in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     pad = [str.ljust] * left + [str.rjust] * (len(widths) - left)
     return ["  ".join(f(word, w) for f, word, w in zip(pad, line, widths, strict=True)) for line in lines]

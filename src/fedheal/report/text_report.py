@@ -6,6 +6,7 @@ from typing import Any
 
 from fedheal.report import class_table, conclusions, rows, tables, variance_table
 from fedheal.report.comparability import check_reference, list_cautions
+from fedheal.report.plain_text import escape_controls, escape_markdown
 
 
 def format_report(runs: Sequence[rows.Row], form: str, reference: str | None = None, width: int | None = None) -> str:
@@ -27,7 +28,8 @@ def format_report(runs: Sequence[rows.Row], form: str, reference: str | None = N
 
 
 def _join_notes(sentences: Iterable[str], bullet: str) -> str:
-    return "\n".join(f"{bullet}{sentence}" for sentence in sentences)
+    escape = escape_markdown if bullet == "- " else escape_controls
+    return "\n".join(f"{bullet}{escape(sentence)}" for sentence in sentences)
 
 
 def _format_components(
@@ -48,7 +50,7 @@ def _format_lines(lines: Sequence[Sequence[str]], form: str, width: int | None, 
         return tables.join_markdown(lines)
     text = "\n".join(tables.align_columns(lines, left))
     if width is not None and len(text.split("\n")[0]) > width:
-        merged = [[", ".join(line[:left]), *line[left:]] for line in lines]
+        merged = [[escape_controls(word) for word in (", ".join(line[:left]), *line[left:])] for line in lines]
         text = format_blocks(["", *merged[0][1:]], merged[1:], width)
     return "\n".join(f"% {line}" for line in text.split("\n")) if form == "latex" else text
 
@@ -57,7 +59,7 @@ def _format_table(table: tables.ResultTable, form: str, width: int | None) -> st
     text = tables.FORMATS[form](table)
     if form != "text" or width is None or max(map(len, text.splitlines())) <= width:
         return text
-    head, *body = tables.format_lines(table, "{}*")
+    head, *body = [[escape_controls(word) for word in line] for line in tables.format_lines(table, "{}*")]
     legend = [tables.LEGEND] if "*" in text else []
     return "\n".join([format_blocks(head, body, width), *legend])
 

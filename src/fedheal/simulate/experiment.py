@@ -404,6 +404,8 @@ def _complete_method(name: str, defaults: Mapping[str, Any], parameters: Mapping
     method = methods.get(name)
     known = method.parameters
     for key in parameters:
+        if key not in known and isinstance(parameters[key], Mapping):
+            raise ValueError(f"unknown field '{key}': fields stand at the top level, without [{key}]")
         if key not in known:
             close = suggest(key, [*Experiment.model_fields, *known])
             takes = f"the parameters {', '.join(known)}" if known else "no parameters"

@@ -64,7 +64,7 @@ class ModelObject:
         named = keys | ({"input_shape": shape} if "input_shape" in parameters else {})
         try:
             module = self.source(*arguments, **named)
-        except Exception as error:  # a user's function may raise anything
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
             raise ValueError(f"the model's function {self.description!r} raised {format_error(error)}") from error
         if not isinstance(module, nn.Module):
             returned = f"returned a {type(module).__name__}"

@@ -133,7 +133,7 @@ def run(
             checkpoint, history = _open_folder(folder, experiment, resume, used)
             if _is_finished(folder):
                 module = federation.local_training.module if experiment.model_object else None
-                return _make_result(files.read_result(folder, REQUIRED_FIELDS), history, load(folder, module), folder)
+                return _make_result(_read_finished(folder, REQUIRED_FIELDS), history, load(folder, module), folder)
         state = initial_state(federation) if checkpoint is None else RunState.from_arrays(*checkpoint, device)
         show_progress = is_interactive() if progress is None else progress
         watchers = [*callbacks, *([Progress()] if show_progress else [])]
@@ -185,6 +185,8 @@ def load(folder: str | Path, module: nn.Module | None = None) -> nn.Module:
     if module is not None:
         check_type("module", module, nn.Module, "give the module itself, such as make_model(10), not its function")
     path = Path(folder)
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: name the folder of a finished run")
     for name in ("experiment.toml", "model.safetensors", "result.json"):
         if not (path / name).exists():
             raise ValueError(f"{path} holds no finished run: there is no {name}; {files.NO_RESULT}")
@@ -311,8 +313,9 @@ def _open_folder(
             raise ValueError(f"the data of {folder} have changed since it was begun: remove it, or restore them")
 
     if _is_finished(folder):
-        check_used({"model": files.read_result(folder).get("model_fingerprint")}, ["model"])
+        check_used({"model": _read_finished(folder).get("model_fingerprint")}, ["model"])
         return None, files.read_rounds(folder)
+    _check_model_can_be_written(folder, experiment.rounds)
     checkpoint = load_newest_checkpoint(
         folder,
         experiment.identity,
@@ -323,12 +326,32 @@ def _open_folder(
 
 
 def _is_finished(folder: Path) -> bool:
-    return (folder / "result.json").exists()
+    """Return whether a run has left all it ends with. One without its model is resumed: the last checkpoint has it."""
+    return (folder / "result.json").exists() and (folder / "model.safetensors").exists()
+
+
+def _check_model_can_be_written(folder: Path, rounds: int) -> None:
+    """Raise ValueError if there is a result without its model, and no checkpoint of the last round: a resume would drop it."""
+    if (folder / "result.json").exists() and f"{rounds:08d}" not in [p.stem for p in files.list_checkpoints(folder)]:
+        missing = f"model.safetensors is missing in {folder}, and state/ holds no checkpoint of round {rounds} to write it from"
+        raise ValueError(f"{missing}: restore either, or remove {folder / 'result.json'} and resume to train again")
+
+
+def _read_finished(folder: Path, required: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the result of a finished run. Raise ValueError with a remedy if it is damaged."""
+    try:
+        return files.read_result(folder, required)
+    except ValueError as error:
+        if isinstance(error.__cause__, OSError):
+            raise
+        remedy = "remove it and resume (--resume, or resume=True), which writes it from the last checkpoint"
+        has_checkpoint = bool(files.list_checkpoints(folder))
+        raise ValueError(f"{error}; {remedy if has_checkpoint else 'remove the folder to run again'}") from error
 
 
 def _has_rounds(folder: Path) -> bool:
     """Return whether a run has left anything to resume from."""
-    return _is_finished(folder) or bool(files.list_checkpoints(folder)) or bool(files.read_rounds(folder))
+    return (folder / "result.json").exists() or bool(files.list_checkpoints(folder)) or bool(files.read_rounds(folder))
 
 
 def _make_result(

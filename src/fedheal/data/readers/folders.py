@@ -18,6 +18,8 @@ from fedheal.data.readers.images import SUFFIXES, UnreadableImageError, quote_un
 from fedheal.data.splits import EncodedImages, RawDomain, find_training_images
 
 TRAIN_NAMES, TEST_NAMES = ("train", "training"), ("test", "val", "validation", "testing")
+SPLIT_NAMES = {*TRAIN_NAMES, *TEST_NAMES, "valid"}
+IGNORED = "__MACOSX"  # a folder that archives made on macOS have beside their contents
 MAX_DEPTH = 16  # folders below a class
 MAX_BYTES = 1 << 28  # of one image file
 
@@ -36,6 +38,30 @@ def find_split_folders(folder: Path, train_names: Sequence[str] = TRAIN_NAMES) -
     found = [next((folder / names[n] for n in known if n in names), None) for known in (train_names, TEST_NAMES)]
     splits = [path for path in found if path]
     return splits if len(splits) == len(found) else []
+
+
+def check_split_folders(name: str, folder: Path) -> None:
+    """Raise ValueError if a domain has folders of splits, but not of both: they would count as classes.
+
+    A class may be called train, too. It is a class if its folder has images, or stands beside a class of another name.
+    """
+    names = list_subfolders(folder)
+    if not names or find_split_folders(folder) or not {n.lower() for n in names} <= SPLIT_NAMES:
+        return
+    if not all(_has_only_folders(folder / n) for n in names):
+        return
+    found = next((n for n in names if n.lower() in TRAIN_NAMES), "")
+    others = [f"{n}/" for n in names if n != found]
+    if found and others:
+        raise ValueError(f"domain '{name}' has {found}/ but no test/ (found {', '.join(others)}): name it test")
+    problem = f"{found}/ but no test/" if found else f"{names[0]}/ but no train/"
+    raise ValueError(f"domain '{name}' has {problem}: add it, or put the folders of classes into {name}/ itself")
+
+
+def _has_only_folders(folder: Path) -> bool:
+    entries = list_entries(folder)
+    has_images = any(name.lower().endswith(SUFFIXES) for name, is_folder in entries if not is_folder)
+    return any(is_folder for _, is_folder in entries) and not has_images
 
 
 def divide_images(name: str, images: LabelledPaths) -> RawDomain:
@@ -110,10 +136,11 @@ def _list_images(folder: Path, parents: tuple[Path, ...]) -> list[Path]:
 
 
 def list_entries(folder: Path) -> list[tuple[str, bool]]:
-    """Return the sorted names in a folder, without hidden ones, and whether each is a folder."""
+    """Return the sorted names in a folder, without hidden ones and what archives add, and whether each is a folder."""
     try:
         with os.scandir(folder) as entries:
-            names = [(entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith(".")]
+            shown = (entry for entry in entries if not entry.name.startswith(".") and entry.name != IGNORED)
+            names = [(entry.name, entry.is_dir()) for entry in shown]
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise ValueError(f"{error.filename} is a link to itself: remove it") from error
