@@ -210,7 +210,7 @@ def test_values_are_what_the_function_returned() -> None:
         ("mine:variadic", "give its parameter 'mus' a default"),
         ("mine:comma_default", "give its parameter 'names' a default"),
         ("mine:number", "returned a int, not a Stage"),
-        ("mine:NUMBER", "has no function 'NUMBER'"),
+        ("mine:NUMBER", "'NUMBER' is an int, not a function"),
         ("mine:absent", "has no function 'absent'"),
         ("mine:raising", "raised KeyError: 2"),
         ("mine:plain:k=3", "k = 3: use 1 or 2"),
