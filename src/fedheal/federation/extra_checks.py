@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from fedheal.core.layout import Layout, Packed
+from fedheal.core.layout import Entry, Layout, Packed
 from fedheal.federation.model_arrays import widen_bfloat16
 from fedheal.federation.replies import RejectedReply, TrainReply
 from fedheal.federation.reply_limits import EXTRA_FACTOR, MAX_BUFFER, find_counter_jump, find_far_norms
@@ -30,20 +32,32 @@ def check_extras(reply: TrainReply, layout: Layout, model: Packed) -> None:
     """
     counters, buffers = model.counters.numpy(), widen_bfloat16(model.buffers).numpy()
     for entry in layout.entries:
-        values = reply.arrays[entry.name]
+        values, place = reply.arrays[entry.name], slice(entry.start, entry.stop)
+        problem = None
         if entry.kind == "counter" and values.size:
-            if entry.dtype != torch.bool and int(values.max()) > torch.iinfo(entry.dtype).max:
-                raise RejectedReply(f"its '{entry.name}' holds {int(values.max())}, beyond {entry.dtype}")
-            if jump := find_counter_jump(entry.name, counters[entry.start : entry.stop], values):
-                raise RejectedReply(jump)
+            problem = _find_bad_counter(entry, values, counters[place])
         elif entry.kind == "buffer" and values.size:
-            if entry.name.endswith(VARIANCE) and (values < 0).any():
-                raise RejectedReply(f"its '{entry.name}' holds a negative variance")
-            sent, sizes = (np.abs(a.astype(np.float64)) for a in (buffers[entry.start : entry.stop], view_flat(values)))
-            # A constant of the model, such as a mask of large negative numbers, may stay.
-            beyond = sizes[(sizes > np.maximum(sent, MAX_BUFFER)) & np.isfinite(sizes)]
-            if beyond.size:
-                raise RejectedReply(f"its '{entry.name}' holds {beyond.max():g}, beyond {MAX_BUFFER:g}")
+            problem = _find_bad_buffer(entry, values, buffers[place])
+        if problem:
+            raise RejectedReply(problem)
+
+
+def _find_bad_counter(entry: Entry, values: NDArray[Any], sent: NDArray[Any]) -> str | None:
+    if entry.dtype != torch.bool and int(values.max()) > torch.iinfo(entry.dtype).max:
+        return f"its '{entry.name}' holds {int(values.max())}, beyond {entry.dtype}"
+    return find_counter_jump(entry.name, sent, values)
+
+
+def _find_bad_buffer(entry: Entry, values: NDArray[Any], sent: NDArray[Any]) -> str | None:
+    if entry.name.endswith(VARIANCE) and (values < 0).any():
+        return f"its '{entry.name}' holds a negative variance"
+    with np.errstate(over="ignore"):  # a wider float may hold what float64 does not
+        sizes = np.abs(view_flat(values).astype(np.float64))
+    most = np.maximum(
+        np.abs(sent.astype(np.float64)), MAX_BUFFER
+    )  # a constant, such as a mask of huge numbers, may stay
+    beyond = sizes[(sizes > most) & np.isfinite(sizes)]
+    return f"its '{entry.name}' holds {beyond.max():g}, beyond {MAX_BUFFER:g}" if beyond.size else None
 
 
 def find_far_extras(replies: Mapping[str, TrainReply], layout: Layout, model: Packed) -> dict[str, str]:
@@ -53,7 +67,8 @@ def find_far_extras(replies: Mapping[str, TrainReply], layout: Layout, model: Pa
 
     def measure_move(reply: TrainReply) -> float:
         moves = (view_flat(reply.arrays[e.name]) - buffers[e.start : e.stop] for e in entries)
-        return math.hypot(*(float(np.linalg.norm(move)) for move in moves))
+        with np.errstate(over="ignore", invalid="ignore"):  # the aggregator names buffers that are not finite
+            return math.hypot(*(float(np.linalg.norm(move)) for move in moves))
 
     moved = {client: measure_move(reply) for client, reply in replies.items()}
     finite = {client: norm for client, norm in moved.items() if math.isfinite(norm)}
