@@ -504,6 +504,7 @@ def test_every_field_of_a_result_has_its_kind(finished_run: Path) -> None:
         ({"seed": False}, "seed must be a whole number, got False"),
         ({"pool": 0}, "pool must be true or false, got 0"),
         ({"seconds": []}, "seconds must be a dictionary, got []"),
+        ({"schema_version": 3}, "schema_version = 3 belongs to a newer version of fedheal than this one: upgrade"),
         ({"versions": list(range(10**6))}, "versions must be a dictionary, got [0, 1, 2, 3, 4, 5, ...]"),
     ],
 )

@@ -141,6 +141,13 @@ class RunResult(Fairness, _RunHead):
     schema_version: int = 1  # that of files without the field; 2 has `calibration` and `evaluate`
     own: list[Any] = Field(default_factory=list)  # what can be seen of a method that is not in the registry
 
+    @field_validator("schema_version")
+    @classmethod
+    def _check_version(cls, version: int) -> int:
+        if version > SCHEMA_VERSION:
+            raise ValueError(f"schema_version = {version} belongs to a newer version of fedheal than this one: upgrade")
+        return version
+
     @field_validator("test_sizes")
     @classmethod
     def _check_test_sizes(cls, sizes: dict[str, float], info: ValidationInfo) -> dict[str, float]:

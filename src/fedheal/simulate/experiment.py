@@ -295,9 +295,18 @@ class Experiment(BaseModel):
 
 
 def make_folder_name(text: str, length: int = 250) -> str:
-    """Return a text as the name of a folder; of one that is too long, the beginning and a hash."""
-    name = re.sub(r"[^A-Za-z0-9.+=_-]+", "_", text).lstrip(".") or "run"
-    return name if len(name) <= length else f"{name[: length - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    """Return a text as the name of a folder; of one that is too long, the beginning and a hash.
+
+    Letters and digits of any script stay, other characters become an underscore. A file system counts bytes.
+
+    >>> make_folder_name("a/b: 实验"), make_folder_name("x" * 30, length=20)
+    ('a_b_实验', 'xxxxxxxxxxx-666a596d')
+    """
+    name = re.sub(r"[^\w.+=-]+", "_", text).lstrip(".") or "run"
+    if len(name.encode()) <= length:
+        return name
+    beginning = name.encode()[: length - 9].decode(errors="ignore")
+    return f"{beginning}-{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]}"
 
 
 def format_value(value: Any) -> str:
