@@ -73,10 +73,10 @@ def _write_data_set(runs: Sequence[Run], data: str) -> list[str]:
     if CHOSEN.label in compared and len(compared) > 1:
         tests, notes = tabulate_tests(compared, CHOSEN.label)
         parts += [format_table([f"less {CHOSEN.label}", *TEST_COLUMNS], tests), format_list(notes)]
-    return [*parts, describe_time(runs), *_exclude_yes(groups), *_list_open_runs(groups, data)]
+    return [*parts, describe_time(runs), *_report_futility(groups), *_list_open_runs(groups, data)]
 
 
-def _exclude_yes(groups: Mapping[str, Sequence[Run]]) -> list[str]:
+def _report_futility(groups: Mapping[str, Sequence[Run]]) -> list[str]:
     """Name the comparisons that open runs can no longer make significant. Return nothing if there are none."""
     if all(len(group) == len(SEEDS) for group in groups.values()):
         return []
@@ -87,18 +87,18 @@ def _exclude_yes(groups: Mapping[str, Sequence[Run]]) -> list[str]:
             paired = [(chosen[run.experiment.seed], run) for run in groups[label] if run.experiment.seed in chosen]
             for metric, sign in METRICS.items():
                 gains = [sign * (ours[metric] - run.numbers[metric]) for ours, run in paired]
-                bounds[f"{metric} against {label}"] = find_least_final_p(gains, len(SEEDS))
-    excluded = {name: p for name, p in zip(bounds, holm(list(bounds.values())), strict=True) if p > ALPHA}
-    if not excluded:
+                bounds[f"{metric} against {label}"] = bound_final_p(gains, len(SEEDS))
+    futile = {name: p for name, p in zip(bounds, holm(list(bounds.values())), strict=True) if p > ALPHA}
+    if not futile:
         return []
     return [
         "**The answer is not *yes*.** Whatever the open seeds give, p after Holm's correction will be at least "
-        + ", ".join(f"{p:.3f} for {name}" for name, p in excluded.items())
+        + ", ".join(f"{p:.3f} for {name}" for name, p in futile.items())
         + ". The open runs can still narrow the intervals."
     ]
 
 
-def find_least_final_p(gains: Sequence[float], planned: int) -> float:
+def bound_final_p(gains: Sequence[float], planned: int) -> float:
     """Bound the p that a gain can have in the paired test once all planned seeds have run.
 
     A sign flip of the known gains that does not lower their sum does not lower the final sum either, so the test counts it,

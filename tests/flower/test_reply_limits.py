@@ -202,6 +202,14 @@ def test_buffers_and_messages_far_above_the_median_are_warned_of_and_left_out_if
     assert torch.equal(bounded.state.model.params, run_without_reply(method)[0])
 
 
+def test_a_huge_running_mean_does_not_end_a_run_with_total_variance():
+    """The law of total variance squares the means, and the sum would overflow float32."""
+    method = "fedavg+total-variance"
+    strategy, name = run_with_bad_replies(change_arrays(fill_array("body.1.running_mean", 1e30)), method)
+    assert "'body.1.running_mean' holds 1e+30, beyond 1e+15" in strategy.history[1].report["skipped"][name]
+    assert torch.equal(strategy.state.model.buffers, run_without_reply(method)[1])
+
+
 def test_a_constant_buffer_of_the_model_may_be_large():
     """Attention masks hold the lowest number of their dtype."""
     module = torch.nn.Linear(2, 1)

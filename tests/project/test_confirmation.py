@@ -105,12 +105,12 @@ def test_the_rows_can_be_planned(tool, tmp_path, capsys):
 
 def test_the_least_final_p_is_reached_by_clear_gains_and_never_undercut(confirmation):
     # Two losses and a small gain: of the eight flips, only the one that also makes the gain a loss has a smaller sum.
-    assert confirmation.find_least_final_p([-4.5, -4.1, 0.2], 8) == 2 * 7 / 256
-    assert confirmation.find_least_final_p([], 8) == 2 / 256
+    assert confirmation.bound_final_p([-4.5, -4.1, 0.2], 8) == 2 * 7 / 256
+    assert confirmation.bound_final_p([], 8) == 2 / 256
     rng = np.random.default_rng(0)
     for _ in range(200):
         known = rng.normal(0, 1, rng.integers(1, 7))
-        bound = confirmation.find_least_final_p(known.tolist(), 8)
+        bound = confirmation.bound_final_p(known.tolist(), 8)
         assert sign_flip_p([*known, *[100.0] * (8 - len(known))]) == bound
         gains = [*known, *rng.normal(1, 2, 8 - len(known))]
         assert sum(gains) <= 0 or sign_flip_p(gains) >= bound

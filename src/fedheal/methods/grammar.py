@@ -20,10 +20,10 @@ from fedheal.core.parameter import Parameter, get_parameters
 IMPORT_PATH = re.compile(r"(?P<path>[A-Za-z_][\w.]*:[A-Za-z_]\w*)(:(?P<assignments>.*))?")
 
 
-def deny_parameter(key: str, known: Collection[str]) -> str:
+def describe_unknown_parameter(key: str, known: Collection[str]) -> str:
     """Say that there is no such parameter, and which there are.
 
-    >>> deny_parameter("tua", ["tau", "beta"])
+    >>> describe_unknown_parameter("tua", ["tau", "beta"])
     "has no parameter 'tua' (did you mean 'tau'?); it has beta, tau"
     """
     has = ", ".join(sorted(known)) or "no parameters"
@@ -56,7 +56,7 @@ class Part:
         """Return the part with one more parameter, read from text."""
         parameters = self.parameters
         if key not in parameters:
-            raise ValueError(f"'{self.name}' {deny_parameter(key, parameters)}")
+            raise ValueError(f"'{self.name}' {describe_unknown_parameter(key, parameters)}")
         return replace(self, explicit={**self.explicit, key: parameters[key].parse(text)})
 
     def unset(self, keys: Collection[str]) -> Part:

@@ -40,7 +40,7 @@ from fedheal.local.fpl import FPL
 from fedheal.local.moon import Moon
 from fedheal.local.scaffold import SCAFFOLD_CLIP, SCAFFOLD_ETA_G, SCAFFOLD_OPTION, Scaffold
 from fedheal.local.term import Term
-from fedheal.methods.grammar import Part, deny_parameter, parse_parts
+from fedheal.methods.grammar import Part, describe_unknown_parameter, parse_parts
 
 CACHED_METHODS = 256
 METHOD_REMEDY = "give a method's name, such as 'fedheal', or a Method, such as Method(aggregator=..., name='mine')"
@@ -360,7 +360,7 @@ def _set_key(parts: list[Part], key: str, value: Any, name: str) -> list[Part]:
     owners = [i for i, part in enumerate(parts) if key in part.parameters]
     if not owners:
         known = {key for part in parts for key in part.parameters}
-        raise ValueError(f"method '{name}' {deny_parameter(key, known)}")
+        raise ValueError(f"method '{name}' {describe_unknown_parameter(key, known)}")
     if len(owners) > 1:
         names = ", ".join(parts[i].name for i in owners)
         raise ValueError(f"parameter '{key}' belongs to several parts of '{name}' ({names}): write it behind one")

@@ -23,7 +23,7 @@ from fedheal.core.metrics import count_averaged
 from fedheal.report import palette
 from fedheal.report.figure_text import shorten_name
 from fedheal.report.figures import PAGE, add_legend, label_rounds
-from fedheal.report.last_rounds import note_earlier
+from fedheal.report.last_rounds import note_stale_accuracies
 from fedheal.report.plain_text import escape_controls
 from fedheal.report.rows import check_runs_exist
 from fedheal.report.series import Floats, mean_ignoring_nan, read_complete_rounds
@@ -257,7 +257,7 @@ def explain_diagnosis(diagnosis: Diagnosis) -> list[str]:
 def _explain_rounds(diagnosis: Diagnosis) -> list[str]:
     """Say which units were not evaluated in the last evaluated round."""
     evaluated = {unit.name: diagnosis.rounds[np.isfinite(unit.accuracy)] for unit in diagnosis.units}
-    note = note_earlier({name: int(rounds[-1]) for name, rounds in evaluated.items() if len(rounds)})
+    note = note_stale_accuracies({name: int(rounds[-1]) for name, rounds in evaluated.items() if len(rounds)})
     return [f"{note[0].upper()}{note[1:]}."] if note else []
 
 

@@ -38,16 +38,16 @@ def list_round_notes(folder: Path, summary: Mapping[str, Any]) -> list[str]:
     idle = sum(record.cohort > 0 and not any(record.weights.values()) for record in every)
     notes = [
         f"in {idle} of {len(every)} rounds no client's update was used, so the model did not change" if idle else "",
-        note_earlier({domain: numbers[-1] for domain, numbers in rounds.items()}),
+        note_stale_accuracies({domain: numbers[-1] for domain, numbers in rounds.items()}),
         f"means of fewer than {expected} rounds: {_list_some(fewer)}" if fewer else "",
     ]
     return [note for note in notes if note]
 
 
-def note_earlier(last_rounds: Mapping[str, int]) -> str:
+def note_stale_accuracies(last_rounds: Mapping[str, int]) -> str:
     """Return a note on who was not evaluated in the last evaluated round, and when it was; empty if all were.
 
-    >>> note_earlier({"street": 8, "display": 14})
+    >>> note_stale_accuracies({"street": 8, "display": 14})
     'not evaluated in round 14, the last evaluated one: street (last in round 8); the accuracy is that of an earlier model'
     """
     newest = max(last_rounds.values(), default=0)
