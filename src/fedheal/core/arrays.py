@@ -20,7 +20,7 @@ STAGED_BYTES = 1 << 14
 def as_tensor(array: Array | Sequence[Any], name: str = "the array") -> Tensor:
     """Return a tensor that shares the array's memory where possible. Raise TypeError unless it holds numbers for torch."""
     if isinstance(array, Tensor):
-        return array.detach()
+        return array.detach() if array.requires_grad else array
     values = np.asarray(array)
     if values.dtype.kind not in "fiubc" or values.dtype in (np.longdouble, np.clongdouble):
         raise TypeError(f"{name} is an array of dtype {values.dtype}, which torch does not support: give numbers")
@@ -55,4 +55,7 @@ def make_frame(records: Iterable[Mapping[str, Any]]) -> Any:
 def normalise_weights(values: Floats) -> Floats:
     """Return non-negative values scaled to sum 1, or zeros if all are 0; a sum that would overflow is no exception."""
     top = values.max(initial=0.0)
-    return (values / top) / (values / top).sum() if top > 0 else np.zeros_like(values)
+    if not top > 0:
+        return np.zeros_like(values)
+    scaled: Floats = values / top
+    return scaled / scaled.sum()

@@ -26,7 +26,7 @@ class Clock:
 
     def end_phase(self, phase: str) -> None:
         """Record the seconds since the last phase ended, once the GPU has finished its work."""
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
         now = self._now()
         self.seconds[phase] = now - self._phase_start

@@ -316,7 +316,10 @@ class Collector:
 
     def _stack(self, name: str) -> Tensor | None:
         vectors = [getattr(reply, name) for reply in self._replies]
-        return torch.stack(vectors) if vectors and vectors[0] is not None else None
+        if not vectors or vectors[0] is None:
+            return None
+        whole = _view_as_matrix(vectors) if self._rows.keep else None  # else each is a copy of its own
+        return torch.stack(vectors) if whole is None else whole
 
 
 def _read_reply(given: Any, copy: bool) -> tuple[Tensor, Reply]:
@@ -463,6 +466,7 @@ def _view_as_matrix(rows: Sequence[Tensor]) -> Tensor | None:
         return None
     # Rows between the first and the last one of a storage belong to that storage, too.
     start, apart = first.data_ptr(), step * first.itemsize
-    if any(row.data_ptr() != start + i * apart or not row.is_contiguous() for i, row in enumerate(rows)):
-        return None
+    for i, row in enumerate(rows):
+        if row.data_ptr() != start + i * apart or not row.is_contiguous() or row.dtype != first.dtype:
+            return None
     return first.as_strided((len(rows), length), (step, 1)) if length <= step < length + ALIGNED else None

@@ -113,8 +113,11 @@ class CohortEngine:
                 clients, of_clients = [prepared[k] for k in members], [tasks[i] for i in chosen]
                 with _activate(self.group):
                     trained, mean_losses = self.group.train(local_training, clients, of_clients, "batches")
-                    rows = [deltas[i] for i in chosen]
-                    if not local_training.terms:  # which may change what is sent
+                    all_rows = deltas.unbind()
+                    rows = [all_rows[i] for i in chosen]
+                    if not local_training.terms and len(rows) == len(tasks):  # terms may change what is sent
+                        torch.sub(trained.params, model.params, out=deltas)
+                    elif not local_training.terms:
                         torch._foreach_copy_(rows, list(trained.params - model.params))
                     # The losses stay on the device: reading them here would wait for it.
                     with_losses = [

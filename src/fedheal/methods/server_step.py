@@ -3,6 +3,7 @@
 aggregate -> server optimiser -> each term absorbs its messages -> check that model and terms are finite -> next state.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -91,7 +92,7 @@ def apply_server_step(
     unmoved = replace(state, round=state.round + 1, aggregator=aggregated.state)
     # If a term does not take part in the step, clients must not change their part of its state either.
     kept = StepOutcome(unmoved, aggregated, accepted, absorbed=() if step.terms else accepted)
-    if not aggregated.weights.any():
+    if not aggregated.weights.numpy().any():
         return kept
     stepped, moments = step.optimizer.apply(state.model, aggregated.model, state.server)
     restarts = any(term.sums_slots for term in step.terms) and not set(lost_slots).isdisjoint(accepted)
@@ -107,12 +108,14 @@ def mean_train_loss(updates: Updates, accepted: Sequence[str]) -> float | None:
     """Return the mean training loss of the accepted clients that sent a finite one, or None."""
     if "train_loss" not in updates.metrics:
         return None
-    losses = updates.metrics["train_loss"][_rows(updates, accepted)]
-    losses = losses[losses.isfinite()]
-    if not len(losses):
+    by_client = dict(zip(updates.clients, updates.metrics["train_loss"].tolist(), strict=True))
+    finite = [by_client[client] for client in accepted if math.isfinite(by_client[client])]
+    if not finite:
         return None
-    mean = losses.mean()
-    return float(mean if mean.isfinite() else (losses / len(losses)).sum())  # the sum of finite losses may be infinite
+    losses = torch.tensor(finite, dtype=torch.float64)
+    mean = float(losses.mean())
+    # The sum of finite losses may be infinite.
+    return mean if math.isfinite(mean) else float((losses / len(losses)).sum())
 
 
 def _name_custom_terms(terms: Sequence[Term], number: int, reasons: Mapping[str, str]) -> dict[str, str]:
