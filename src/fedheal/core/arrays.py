@@ -57,5 +57,6 @@ def normalise_weights(values: Floats) -> Floats:
     top = values.max(initial=0.0)
     if not top > 0:
         return np.zeros_like(values)
-    scaled: Floats = values / top
-    return scaled / scaled.sum()
+    scaled = values / top
+    normalised: Floats = scaled / scaled.sum()
+    return normalised

@@ -107,7 +107,7 @@ class GraphEvaluation:
             return self._find_eagerly(joined, model)
         torch._foreach_copy_(_list_vectors(self.captured.model), _list_vectors(model))
         self.captured.graph.replay()
-        return self.captured.hits.cpu()  # the next replay overwrites them
+        return self.captured.hits.clone()
 
     def _find_eagerly(self, joined: Split, model: Packed) -> Tensor:
         return serial.find_correct(self._load_chosen(model), joined, self.local_training.precision)
