@@ -160,9 +160,10 @@ def _subtract_bases(runs: Sequence[Run], data: str) -> list[str]:
 
 def _test_differences(runs: Sequence[Run]) -> list[str]:
     """Compare the headline's rows with uniform weights by paired tests, as one family."""
-    groups = {label: group for label, group in group_by_label(runs).items() if label in HEADLINE and len(group) > 1}
-    control = BASES[1]
-    if control not in groups or len(groups) < 2:
+    repeated = {label: group for label, group in group_by_label(runs).items() if len(group) > 1}
+    groups = {label: group for label, group in repeated.items() if group[0].entry.label in HEADLINE}
+    control = next((label for label, group in groups.items() if group[0].entry.label == BASES[1]), None)
+    if control is None or len(groups) < 2:
         return []
     lines, notes = tabulate_tests(groups, control)
     head = ["less uniform weights", *TEST_COLUMNS]

@@ -497,19 +497,21 @@ def test_fewer_rounds_leave_a_row_open_and_nothing_is_subtracted_from_the_paper(
     assert "'FedHEAL (released)' --seeds 1,2,8,9,10,11,12`" in open_rows
 
 
-def test_differences_to_uniform_weights_are_tested_as_one_family(page_tool, tmp_path):
+@pytest.mark.parametrize(("rounds", "suffix"), [(200, ""), (100, ", 100 rounds")])
+def test_differences_to_uniform_weights_are_tested_as_one_family(page_tool, tmp_path, rounds, suffix):
     gains = {"fedavg": [-2.0] * 8, "fedavg+fedheal": [1.0] * 7 + [-3.0]}
     for seed in range(8):
         even = {"mnist": 90.0 + seed, "usps": 90.0, "svhn": 80.0, "syn_standin": 30.0}
-        make_run(tmp_path, "digits", "fedavg+uniform", even, 200, seed=seed)
+        make_run(tmp_path, "digits", "fedavg+uniform", even, rounds, seed=seed)
         for method, points in gains.items():
             moved = {domain: value + points[seed] for domain, value in even.items()}
-            make_run(tmp_path, "digits", method, moved, 200, seed=seed)
-    make_run(tmp_path, "digits", "fedavg+afl", even, 200)  # not one of the rows with several seeds
+            make_run(tmp_path, "digits", method, moved, rounds, seed=seed)
+    make_run(tmp_path, "digits", "fedavg+afl", even, rounds)  # not one of the rows with several seeds
     page = page_tool.write_page(RECIPE, [("digits", tmp_path, 200)])
     section = page.partition("### What may be concluded")[2].partition("###")[0]
     table = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
-    cells = {(row, column): rest for row, column, *rest in table}
+    cells = {(row.removesuffix(suffix), column): rest for row, column, *rest in table}
+    assert all(row.endswith(suffix) for row, *_ in table)
     assert set(cells) == {(row, column) for row in ("FedAvg", "FedHEAL (paper)") for column in ("AVG", "STD")}
     # All 8 differences have one sign: p = 2 / 2^8, times 4 comparisons.
     assert cells["FedAvg", "AVG"] == ["-2.00", "-2.00 to -2.00", "0 of 8", "0.031", "0.031"]
