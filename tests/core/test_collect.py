@@ -454,6 +454,22 @@ def test_rows_of_one_matrix_are_kept_where_they_are() -> None:
     assert torch.equal(deltas, padded)
 
 
+def test_buffers_and_counters_that_are_rows_of_a_matrix_are_kept_where_they_are() -> None:
+    buffers, counters = torch.randn(3, 4), torch.arange(6).view(3, 2)
+    replies = [Reply(str(i), torch.ones(2), 1, buffers[i], counters[i]) for i in range(3)]
+    kept, copied = Updates.collect(replies, keep=True), Updates.collect(replies)
+    for updates in (kept, copied):
+        assert updates.buffers is not None
+        assert updates.counters is not None
+        assert torch.equal(updates.buffers, buffers)
+        assert torch.equal(updates.counters, counters)
+        assert (updates.buffers.data_ptr() == buffers.data_ptr()) == (updates is kept)
+        assert (updates.counters.data_ptr() == counters.data_ptr()) == (updates is kept)
+    turned = Updates.collect([replies[2], replies[0]], keep=True)
+    assert turned.buffers is not None
+    assert torch.equal(turned.buffers, buffers[[2, 0]])
+
+
 @pytest.mark.parametrize("rows", [(1, 0), (0, 2), (0, 0)], ids=str)
 def test_rows_that_are_not_consecutive_are_put_together(rows: tuple[int, int]) -> None:
     matrix = torch.randn(3, 5)
