@@ -59,7 +59,6 @@ class CohortGroup:
         self.begun_plan: tuple[Hashable, Iterator[Tensor]] | None = None  # of the next round
         self.last_trained: Hashable = None  # the clients, and what for
         self.is_compiled = False
-        self.lr = 0.0  # what `rows.lr` holds
         self.step_sets: dict[Hashable, StackedSteps] = {}
         self.random_state = LaneRandomState(device)
 
@@ -74,7 +73,13 @@ class CohortGroup:
             self._compile(local_training, step_set, schedule.kinds[0])
         self.rows.load([client.start for client in prepared])
         step_set.refill(prepared)
-        self._set_lr(local_training.training.lr)
+        assert self.rows.velocity is not None
+        assert self.rows.gradients is not None
+        # Gradients too: compiling leaves arbitrary numbers between the tensors of a row, where no step writes.
+        torch._foreach_zero_([self.rows.velocity, self.rows.gradients])
+        self.cursor.zero_()
+        self.total.zero_()
+        self.rows.lr.fill_(local_training.training.lr)  # a schedule changes it from round to round
         seed = derive(local_training.seed, f"{purpose} layers of a cohort", tasks[0].round, *(t.client for t in tasks))
         self.random_state.source.manual_seed(seed)
         taken = 0
@@ -88,24 +93,8 @@ class CohortGroup:
             for ctx, fixed_ctx in zip(client.contexts, fixed, strict=True):
                 ctx.scratch.update(fixed_ctx.scratch)
         trained = self.rows.unload(schedule.rows), self.total.index_select(0, schedule.rows) / schedule.steps
-        self._reset()  # now, while the device is busy: before the next training it would wait
         self._begin_next_plan(local_training, tasks, purpose)
         return trained
-
-    def _reset(self) -> None:
-        """Set what steps change to its value before the first one."""
-        assert self.rows.velocity is not None
-        assert self.rows.gradients is not None
-        # Gradients too: compiling leaves arbitrary numbers between the tensors of a row, where no step writes.
-        torch._foreach_zero_([self.rows.velocity, self.rows.gradients])
-        self.cursor.zero_()
-        self.total.zero_()
-
-    def _set_lr(self, lr: float) -> None:
-        """Set the learning rate, which a schedule changes from round to round."""
-        if lr != self.lr:
-            self.rows.lr.fill_(lr)
-            self.lr = lr
 
     def _make_schedule(self, local_training: LocalTraining, tasks: Sequence[Task]) -> "Schedule":
         """Return the schedule of these clients, most often that of the last round; set `counts` to their batch sizes."""
@@ -150,7 +139,6 @@ class CohortGroup:
                 lambda: self._step_eagerly(local_training, step_set, kind), self.device,
                 meanwhile=lambda: self._load_libraries(local_training),
             )  # fmt: skip
-            self._reset()
         self.is_compiled = True
 
     @torch.no_grad()
