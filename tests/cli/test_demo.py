@@ -12,6 +12,7 @@ import pytest
 import fedheal
 import tiny_data
 from command_line import CONTROL, assert_sentence, read_files
+from fedheal.cli.campaigns import DEMO_METHODS
 from fedheal.data.domains import Domain, Domains, Split
 
 
@@ -19,6 +20,13 @@ from fedheal.data.domains import Domain, Domains, Split
 def test_wrong_options_of_the_demo_are_a_sentence(call, tmp_path: Path, words: list[str]) -> None:
     assert_sentence(call(*words), words[1].strip("-"), words[2])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table_of_the_readme_has_the_methods_of_the_demo() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    table = readme.partition("<!-- demo table: fedheal demo -->\n")[2].partition("\n\n")[0].splitlines()
+    shown = [line.split(" | ")[0].removeprefix("| ") for line in table[2:]]
+    assert shown == [fedheal.methods.get(name).name for name in DEMO_METHODS]
 
 
 def load_small() -> Domains:
@@ -53,10 +61,10 @@ def test_the_demo_gives_a_table_and_the_bits_of_a_single_run(
     assert re.findall(r"\w+", header) == ["method", "plain", "noisy", "dark", "AVG", "STD", "worst"]
     table = done.out[done.out.index(header) :].splitlines()
     rows = [line for line in table if len(re.findall(r"\d+\.\d", line)) == 6]
-    methods = [re.findall(r"fed[\w+:=]*", row)[0] for row in rows]
-    assert methods == ["fedavg", "fedavg+uniform", "fedavg+fedheal", "fedavg+fedheal:variant=released"]
+    methods = [re.findall(r"fed[\w+]*", row)[0] for row in rows]
+    assert methods == ["fedavg", "fedavg+uniform", "fedavg+afl", "fedavg+fedheal"]
     for row, method in zip(rows, methods, strict=True):
-        folder = tmp_path / "one" / f"{method.replace(':', '_')}-embedded-seed0"
+        folder = tmp_path / "one" / f"{method}-embedded-seed0"
         result = json.loads((folder / "result.json").read_text())
         shown = [f"{x:.1f}" for x in (*result["domains"].values(), result["avg"], result["std"], result["worst"])]
         assert re.findall(r"\d+\.\d", row) == shown

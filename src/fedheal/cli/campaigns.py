@@ -15,7 +15,7 @@ from fedheal.cli.options import SEEDS_HELP, AsJson, Jobs, Quiet, Ray, RunsFolder
 from fedheal.cli.planned_jobs import count_runs, run_jobs
 from fedheal.cli.words import is_override
 
-DEMO_METHODS = ("fedavg", "fedavg+uniform", "fedheal", "fedheal:variant=released")
+DEMO_METHODS = ("fedavg", "fedavg+uniform", "fedavg+afl", "fedheal")
 SEARCHES = ("grid", "random", "optuna")
 DEFAULT_TRIALS = 20
 VARY_HELP = (
@@ -31,7 +31,7 @@ def demo(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare FedAvg, FedAvg with uniform weights, and FedHEAL as in the paper and as released, on the embedded digits.
+    """Compare FedAvg, FedAvg with uniform weights, AFL and FedHEAL on the embedded digits.
 
     Run the same command again to resume it: finished runs are not repeated.
     """
