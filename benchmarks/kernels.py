@@ -30,7 +30,7 @@ from simulate import PROTOCOLS, make_domains
 OWN_KERNELS = {
     **dict.fromkeys(("find_moments", "statistics_of_moments", "apply_norm", "gradient_sums"), "normalisation"),
     **dict.fromkeys(("reduce_sums", "norm_input_gradient"), "normalisation"),
-    **dict.fromkeys(("convolve", "input_gradient_of_stride_2", "weight_gradient"), "convolutions"),
+    **dict.fromkeys(("convolve", "input_gradient_of_stride_2", "weight_gradient", "add_chunks"), "convolutions"),
     **dict.fromkeys(("multiply_boxes", "input_gradient_of_halves", "weight_gradient_of_boxes"), "convolutions"),
     **dict.fromkeys(("scale_to_half", "turn"), "copies and casts"),
     **dict.fromkeys(("pool_windows", "spread_gradient", "gather_examples"), "everything else"),

@@ -99,6 +99,21 @@ def test_convolutions_by_tiles(dtype, inputs, outputs, size, stride, height, wid
     check_moments(convolution, y)
 
 
+@pytest.mark.parametrize(("chunks", "inputs", "outputs"), [(2, 8, 24), (5, 3, 8), (64, 3, 8), (150, 3, 5)])
+def test_sums_of_chunks(chunks, inputs, outputs):
+    rows, module = make_rows(nn.Sequential(nn.Conv2d(inputs, outputs, 3, bias=False), nn.Linear(3, 2)), (2, 1, 2), 2)
+    rows.gradients.fill_(7.0)
+    rows.active = 2
+    sums = launches._ChunkSums(module[0], chunks)
+    sums.out.normal_()
+    sums.add()
+    found = rows.places["0.weight"]
+    length = found.stop - found.start
+    torch.testing.assert_close(rows.gradients[:2, :length], sums.out.sum(dim=1), rtol=1e-5, atol=1e-5)
+    assert (rows.gradients[:2, length:] == 7.0).all()
+    assert (rows.gradients[2] == 7.0).all()
+
+
 def test_a_weight_gradient_in_tf32_is_a_product_of_scaled_halves(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     monkeypatch.setattr(boxes, "supports_boxes", lambda *_: False)

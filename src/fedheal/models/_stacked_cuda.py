@@ -3,7 +3,8 @@
 Feature maps are `[clients, images, height, width, channels]`. A convolution's weights are `[clients, outputs, taps, inputs]`,
 where a tap is a position of the kernel; rows of different clients may lie apart. Sums have a fixed order, so results repeat bit
 for bit. Matrix products accumulate in float32. Of a number the compiler knows only whether 16 divides it, so those of channels
-that 16 does not divide are constants (`narrow`): it then sees which ones are next to each other, and loads them together.
+that 16 does not divide are constants (`narrow`): it then sees which ones are next to each other, and loads them together. The
+sizes of maps are constants, too, where kernels divide by them.
 """
 
 import triton
@@ -34,13 +35,13 @@ def store_moments(at, total, used_rows, apart, known, rows: tl.constexpr):
     tl.store(at + apart, tl.sum(difference * difference, axis=0), mask=known)
 
 
-@triton.jit(do_not_specialize=[*SHAPES, "stride"])
+@triton.jit(do_not_specialize=["rows", "positions", "stride"])
 def convolve(
-    x, w, y, moments, valid, rows, positions, height, width, out_height, out_width, stride, inputs, outputs,
+    x, w, y, moments, valid, rows, positions, stride, inputs, outputs,
     x_client, w_client, y_client, w_input, w_tap, w_output,
+    height: tl.constexpr, width: tl.constexpr, out_height: tl.constexpr, out_width: tl.constexpr,
     size: tl.constexpr, flip: tl.constexpr, packed: tl.constexpr, precision: tl.constexpr, has_moments: tl.constexpr,
-    even_inputs: tl.constexpr, even_outputs: tl.constexpr,
-    narrow_inputs: tl.constexpr, narrow_outputs: tl.constexpr,
+    even_inputs: tl.constexpr, even_outputs: tl.constexpr, narrow_inputs: tl.constexpr, narrow_outputs: tl.constexpr,
     tile_rows: tl.constexpr, tile_outputs: tl.constexpr, tile_inputs: tl.constexpr,
 ):  # fmt: skip
     """Compute `y = x * w`; with `flip` the gradient of the input of a convolution with stride 1, `x` being that of the output.
@@ -241,6 +242,20 @@ def weight_gradient(
     if columns == 3:
         store_gradient(dw + (tap + 1) * inputs, second, o, i, all_inputs, is_known, x_scale, dy_scale)
         store_gradient(dw + (tap + 2) * inputs, third, o, i, all_inputs, is_known, x_scale, dy_scale)
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def add_chunks(sums, out, chunks, length, out_client, tile_chunks: tl.constexpr, block: tl.constexpr):
+    """Add the sums `[clients, chunks, length]` of each client's chunks."""
+    client = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * block + tl.arange(0, block)
+    total = tl.zeros((block,), dtype=tl.float32)
+    for start in range(0, chunks, tile_chunks):
+        c = start + tl.arange(0, tile_chunks)
+        known = (c < chunks)[:, None] & (i < length)[None, :]
+        at = (client * chunks + c)[:, None] * length + i[None, :]
+        total += tl.sum(tl.load(sums + at, mask=known, other=0.0), axis=0)
+    tl.store(out + client * out_client + i, total, mask=i < length)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from fedheal.models.kernel_notes import Moments, get_note, set_note
 from fedheal.models.stacked_layers import StackedConv2d
 
 PACKED = 128  # inputs of all taps up to which they make one product
+SUMMED_TILE = 4096  # numbers that a program adds at a time
 LARGE_MAP = 1 << 15  # positions of a client's batch, which are cut into enough chunks to fill a GPU
 
 
@@ -161,9 +162,9 @@ def _run_convolution(
     launch(
         kernels.convolve, (chunks, triton.cdiv(outputs, tiles["tile_outputs"]), clients),
         x, weights.values, y, layer.rows.valid if moments is None else moments.values, layer.rows.valid, rows,
-        rows // layer.rows.batch_size, *x.shape[2:],
-        *y.shape[2:], stride, inputs, outputs, _count_client_entries(x, clients), weights.client,
-        _count_client_entries(y, clients), **strides, size=size, flip=flip, packed=packed, precision=get_precision(),
+        rows // layer.rows.batch_size, stride, inputs, outputs, _count_client_entries(x, clients), weights.client,
+        _count_client_entries(y, clients), **strides, height=x.shape[2], width=x.shape[3], out_height=y.shape[2],
+        out_width=y.shape[3], size=size, flip=flip, packed=packed, precision=get_precision(),
         has_moments=moments is not None,
         even_inputs=inputs % tiles["tile_inputs"] == 0, even_outputs=outputs % tiles["tile_outputs"] == 0,
         narrow_inputs=find_narrow(inputs), narrow_outputs=find_narrow(outputs), **tiles,
@@ -278,8 +279,14 @@ class _ChunkSums:
 
     def add(self) -> None:
         """Add the chunks' sums, in a fixed order."""
-        if self.chunks > 1:
-            torch.sum(self.out, dim=1, out=self.gradient)
+        if self.chunks == 1:
+            return
+        (clients, length), tile_chunks = self.gradient.shape, min(64, triton.next_power_of_2(self.chunks))
+        block = min(1024, SUMMED_TILE // tile_chunks)
+        launch(
+            kernels.add_chunks, (triton.cdiv(length, block), clients), self.out, self.gradient, self.chunks, length,
+            self.gradient.stride(0), tile_chunks=tile_chunks, block=block,
+        )  # fmt: skip
 
 
 def _scale_to_half(x: Tensor, clients: int, largest: Tensor | None) -> tuple[Tensor, Tensor]:
