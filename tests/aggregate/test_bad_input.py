@@ -24,6 +24,7 @@ from fedheal.aggregate import (
     fedheal,
     fedpw,
     qffl,
+    reduce,
     uniform,
 )
 from fedheal.aggregate.stage import chain, stateless
@@ -269,6 +270,11 @@ FLAWS = {
     "infinitely many": ({"b": {"num_examples": np.inf}}, "b", r"num_examples must be a positive number, got inf"),
     "buffers": ({"b": {"buffers": np.nan}}, "b", r"buffers hold NaN or infinity"),
     "infinite buffers": ({"b": {"buffers": np.inf}}, "b", r"buffers hold NaN or infinity"),
+    "examples and buffers": (
+        {"a": {"num_examples": 0.0, "buffers": np.nan}, "d": {"buffers": np.inf}},
+        "ad",
+        r"num_examples|buffers hold",
+    ),
     "two": ({"a": {"num_examples": 0.0}, "d": {"deltas": np.nan}}, "ad", r"num_examples|update holds"),
     "first and last": ({"a": {"deltas": np.nan}, "d": {"deltas": np.inf}}, "ad", r"update holds"),
 }
@@ -294,8 +300,8 @@ FOUND_BY_KERNELS = ["NaN", "infinity", "two", "first and last"]
 @pytest.mark.parametrize(
     ("name", "kernel", "flaw"),
     [(name, kernel, flaw) for name in AGGREGATORS for kernel in KERNELS for flaw in ("NaN", "two")]
-    + [(name, "cpu", flaw) for name in AGGREGATORS for flaw in ("infinity", "first and last")]
-    + [(name, "cpu", flaw) for name in FEW for flaw in FLAWS if flaw not in FOUND_BY_KERNELS],
+    + [(name, "cpu", flaw) for name in AGGREGATORS for flaw in ("infinity", "first and last", "buffers")]
+    + [(name, "cpu", flaw) for name in FEW for flaw in FLAWS if flaw not in (*FOUND_BY_KERNELS, "buffers")],
 )
 def test_a_skipped_client_is_as_absent(name, kernel, flaw):
     aggregator = AGGREGATORS[name](kernel=kernel, on_bad_update="skip")
@@ -318,8 +324,26 @@ def test_a_skipped_client_is_as_absent(name, kernel, flaw):
             ours, theirs = out.state, alone.state
 
 
+def test_a_users_reducer_never_sees_buffers_that_are_not_finite():
+    def reduce_finite(draft, weights):
+        assert draft.view_rows(draft.updates.buffers).isfinite().all()
+        return reduce.mean(draft, weights)
+
+    aggregator = Aggregator(chain(), reduce=reduce_finite, on_bad_update="skip")
+    out = aggregator.apply(make_model(), spoil(make_updates("abcd"), "buffers"), aggregator.init(LAYOUT))
+    assert out.report["skipped"] == {"b": "its buffers hold NaN or infinity"}
+
+
+def test_all_bad_clients_are_named_together():
+    aggregator = fedavg()
+    with pytest.raises(BadUpdate) as refused:
+        aggregator.apply(make_model(), spoil(make_updates("abcd"), "examples and buffers"), aggregator.init(LAYOUT))
+    assert list(refused.value.reasons) == ["a", "d"]
+    assert "num_examples" in refused.value.reasons["a"]
+
+
 @few
-@pytest.mark.parametrize("flaw", [flaw for flaw in FLAWS if "examples" in flaw or flaw in ("negative", "buffers")])
+@pytest.mark.parametrize("flaw", [*(flaw for flaw in FLAWS if flaw.endswith("examples")), "negative", "buffers"])
 def test_a_bad_client_is_named_with_what_would_do(make, flaw):
     aggregator = make()
     state = aggregator.init(LAYOUT)

@@ -337,11 +337,14 @@ def test_counters_that_are_no_integers_spoil_only_their_own_client(who):
     assert updates.counters.tolist() == [[3]]
 
 
-def test_metrics_that_are_tensors_are_read_together():
-    losses = torch.tensor([0.25, 0.5, torch.nan], dtype=torch.float64)
+def test_metrics_that_are_tensors_are_joined_unless_a_client_sent_none():
+    losses = torch.tensor([0.25, 0.5, torch.nan], dtype=torch.float32)
     replies_of = [
         Reply(f"c{i}", torch.zeros(2), 1, metrics={"loss": loss, "steps": i}) for i, loss in enumerate(losses)
     ]
+    columns = gather_metrics(replies_of)
+    torch.testing.assert_close(columns["loss"], losses.double(), rtol=0, atol=0, equal_nan=True)
+    assert columns["steps"] == [0, 1, 2]
     columns = gather_metrics([*replies_of, Reply("c3", torch.zeros(2), 1, metrics={"lr": torch.tensor(0.5)})])
     assert columns["loss"][:2] == [0.25, 0.5]
     assert np.isnan(columns["loss"][2:]).all()

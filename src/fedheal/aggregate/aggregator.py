@@ -1,7 +1,7 @@
 """An aggregator: stages that fill in a draft and a reducer that makes the new model, as one pure function of arrays."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,13 +12,19 @@ from torch import Tensor
 from fedheal.aggregate import kernels, reduce
 from fedheal.aggregate.draft import Draft
 from fedheal.aggregate.stage import Stage, call_custom
-from fedheal.aggregate.validate import NON_FINITE, BadUpdate, NonFinite, find_bad_updates
+from fedheal.aggregate.validate import (
+    NON_FINITE_BUFFERS,
+    BadUpdate,
+    NonFinite,
+    find_bad_updates,
+    find_non_finite_buffers,
+)
 from fedheal.core.arrays import Floats, Integers, as_tensor, normalise_weights
 from fedheal.core.checks import check_type
 from fedheal.core.errors import CustomPartError, add_article, check_returned, name_if_custom, name_part
 from fedheal.core.layout import Layout, Packed, Sizes
 from fedheal.core.state import State, expect
-from fedheal.core.updates import Updates
+from fedheal.core.updates import NO_UPDATE, Updates
 
 Reducer = Callable[[Draft, Floats], tuple[Packed, dict[str, Any]]]
 
@@ -122,19 +128,23 @@ class Aggregator:
             )
         state = expect(state, AggregatorState)
         packed = _pack_model(model, updates, state.sizes)
-        are_buffers_finite = _check_finite(packed, updates)
-        self._warn_of_missing_buffers(updates, state.sizes)
-        bad = find_bad_updates(updates, state.sizes, self.stage.needs, are_buffers_finite)
+        bad = find_bad_updates(updates, state.sizes, self.stage.needs)
+        is_checked = bool(bad) or self._must_check_first()
+        if is_checked:
+            are_finite = reduce.find_finite(*_list_inputs(packed, updates))
+            bad = dict.fromkeys(_find_bad_buffers(are_finite, updates), NON_FINITE_BUFFERS) | bad
         while True:
             if bad and self.on_bad_update == "raise":
-                raise BadUpdate({updates.clients[row]: why for row, why in bad.items()})
+                raise BadUpdate({updates.clients[row]: bad[row] for row in sorted(bad)})
             good = (row for row in range(len(updates.clients)) if row not in bad)
             rows = np.array(sorted(good, key=lambda row: updates.clients[row]), np.int64)
             try:
-                new_model, *columns, state, report = self._aggregate(packed, updates, rows, state, donate)
+                new_model, *columns, after, report = self._aggregate(packed, updates, rows, state, donate)
+                _check_result(new_model, packed, updates, rows, is_checked)
                 break
-            except NonFinite as error:  # from the kernels, which read the updates; the state is still as it was
-                bad |= dict.fromkeys(error.rows, NON_FINITE)
+            except NonFinite as error:  # the state is still as it was
+                bad |= dict.fromkeys(error.rows, error.reason)
+        self._warn_of_missing_buffers(updates, state.sizes)
         if not isinstance(model, Packed):
             new_model = new_model.params.numpy() if isinstance(model, np.ndarray) else new_model.params
         by_client = np.zeros((2, len(updates.clients)))
@@ -143,8 +153,17 @@ class Aggregator:
         skipped = dict(updates.refused) | {updates.clients[row]: why for row, why in bad.items()}
         report = {"skipped": skipped, **report}
         return Aggregated(
-            model=new_model, weights=weights[0], unnormalised_weights=weights[1], state=state, report=report
+            model=new_model, weights=weights[0], unnormalised_weights=weights[1], state=after, report=report
         )
+
+    def _must_check_first(self) -> bool:
+        """Return whether model and buffers must be checked before they are used.
+
+        A mask writes to a donated state, and a user's own part may fail for numbers that are not finite. Otherwise one check
+        after the round is enough, of the old model and the new one together, so that a GPU is waited for once.
+        """
+        stages = (self.stage,) if self.stage.parts is None else self.stage.parts
+        return "mask" in self.stage.gives or any(stage.name for stage in stages) or bool(name_if_custom(self.reduce))
 
     def _warn_of_missing_buffers(self, updates: Updates, sizes: Sizes) -> None:
         """Warn, once for each layout, if running statistics stay as they are because no update carries them."""
@@ -178,7 +197,6 @@ class Aggregator:
             if (made := getattr(new_model, field_name)).shape != old.shape:
                 shapes = f"of shape {tuple(old.shape)}, got {tuple(made.shape)}"
                 raise CustomPartError(f"{name_part('reducer', name)} must return {field_name} {shapes}")
-        _check_overflow(new_model, model, updates, rows)
         return new_model, weights, unnormalised_weights, state, {**draft.report, **report}
 
 
@@ -213,14 +231,19 @@ def _pack_model(model: Any, updates: Updates, sizes: Sizes) -> Packed:
     return packed
 
 
-def _check_finite(model: Packed, updates: Updates) -> bool:
-    """Raise ValueError unless the model is finite; return whether the updates' buffers are."""
-    local = [buffers for buffers in [updates.buffers] if buffers is not None and buffers.is_floating_point()]
-    of_params, of_buffers, *of_updates = reduce.find_finite(model.params, model.buffers, *local)
-    for name, is_finite in (("params", of_params), ("buffers", of_buffers)):
+def _list_inputs(model: Packed, updates: Updates) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what must be finite before a round, apart from the updates themselves."""
+    buffers = updates.buffers
+    return model.params, model.buffers, NO_UPDATE if buffers is None or not buffers.is_floating_point() else buffers
+
+
+def _find_bad_buffers(are_finite: Sequence[bool], updates: Updates) -> list[int]:
+    """Return the rows whose buffers are not finite, given which inputs are. Raise ValueError if the model is not finite."""
+    *of_model, of_updates = are_finite
+    for name, is_finite in zip(("params", "buffers"), of_model, strict=True):
         if not is_finite:
             raise ValueError(f"the global model's {name} already hold NaN or infinity: start from a finite one")
-    return all(of_updates)
+    return [] if of_updates else find_non_finite_buffers(updates)
 
 
 def _final_weights(draft: Draft) -> tuple[Floats, Floats]:
@@ -230,13 +253,17 @@ def _final_weights(draft: Draft) -> tuple[Floats, Floats]:
     return normalise_weights(weights), unnormalised_weights
 
 
-def _check_overflow(new_model: Packed, model: Packed, updates: Updates, rows: Integers) -> None:
+def _check_result(new_model: Packed, model: Packed, updates: Updates, rows: Integers, is_checked: bool) -> None:
     """Raise if the new model is not finite: `NonFinite` if clients are at fault, else ValueError for an overflow.
 
-    An overflow is never skipped: the stages have counted these updates already, and each of them may be valid.
+    An overflow is never skipped: the stages have counted these updates already, and each of them may be valid. Unless
+    `is_checked`, the old model and the buffers of the updates are checked, too.
     """
-    are_finite = reduce.find_finite(new_model.params, new_model.buffers)
-    for name, is_finite in zip(("params", "buffers"), are_finite, strict=True):
+    inputs = () if is_checked else _list_inputs(model, updates)
+    of_params, of_buffers, *of_inputs = reduce.find_finite(new_model.params, new_model.buffers, *inputs)
+    if of_inputs and (bad := set(_find_bad_buffers(of_inputs, updates)).intersection(rows.tolist())):
+        raise NonFinite(sorted(bad), NON_FINITE_BUFFERS)
+    for name, is_finite in (("params", of_params), ("buffers", of_buffers)):
         if not is_finite:
             kernels.reference.check_finite(updates.deltas, rows)
             dtype, before = getattr(new_model, name).dtype, model.params.to(torch.float64)

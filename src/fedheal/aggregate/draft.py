@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -108,4 +109,9 @@ class Draft:
 
     def view_rows(self, matrix: Tensor) -> Tensor:
         """Return the accepted rows for reading: the matrix itself, without a copy, if all rows are accepted in order."""
-        return matrix if np.array_equal(self.rows, np.arange(len(matrix))) else self.select_rows(matrix)
+        return matrix if self.takes_all_rows else self.select_rows(matrix)
+
+    @cached_property
+    def takes_all_rows(self) -> bool:
+        """Whether all clients are accepted, in the order of the updates."""
+        return np.array_equal(self.rows, np.arange(len(self.updates.clients)))

@@ -23,8 +23,8 @@ def mean(draft: Draft, weights: Floats) -> tuple[Packed, dict[str, Any]]:
     params, report = _average_params(draft, weights)
     buffers, counters = draft.model.buffers, draft.model.counters
     if draft.updates.buffers is not None:
-        local = draft.view_rows(draft.updates.buffers).to(torch.float64)
-        u = upload(torch.from_numpy(weights), local.device)
+        local = draft.view_rows(draft.updates.buffers)
+        u = upload(torch.from_numpy(weights), local.device)  # float64, and so are products with it
         averaged = (u[:, None] * local).sum(dim=0)
         if draft.running is not None:
             means, variances = (torch.from_numpy(columns).to(local.device) for columns in draft.running)

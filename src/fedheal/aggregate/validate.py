@@ -1,8 +1,8 @@
 """Which clients' updates are unusable, and why.
 
-`find_bad_updates` finds what can be seen without reading the updates themselves. NaN and infinity inside them are found
-by the kernels, which raise `NonFinite` with the rows at fault; `Aggregator.apply` then refuses the round or leaves
-those clients out.
+`find_bad_updates` finds what can be seen without reading updates and buffers. NaN and infinity inside them are found by the
+kernels and by a check of the new model, which raise `NonFinite` with the rows at fault; `Aggregator.apply` then refuses the
+round or leaves those clients out.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fedheal.core.updates import FLOATS, Updates
 NOT_NEGATIVE = frozenset({"loss", "train_loss"})
 POSITIVE = frozenset({"steps", "lr", "reach"})
 NON_FINITE = "its update holds NaN, infinity or numbers too large to square"
+NON_FINITE_BUFFERS = "its buffers hold NaN or infinity"
 
 
 class BadUpdate(ValueError):
@@ -36,17 +37,15 @@ class BadUpdate(ValueError):
 
 
 class NonFinite(Exception):
-    """These rows of the updates hold NaN or infinity, or entries whose squares overflow."""
+    """These rows of the updates hold NaN or infinity, or entries whose squares overflow; or their buffers do."""
 
-    def __init__(self, rows: Sequence[int]) -> None:
+    def __init__(self, rows: Sequence[int], reason: str = NON_FINITE) -> None:
         super().__init__(f"rows {list(rows)} are not finite")
-        self.rows = tuple(int(row) for row in rows)
+        self.rows, self.reason = tuple(int(row) for row in rows), reason
 
 
-def find_bad_updates(updates: Updates, sizes: Sizes, needs: frozenset[str], are_buffers_finite: bool) -> dict[int, str]:
+def find_bad_updates(updates: Updates, sizes: Sizes, needs: frozenset[str]) -> dict[int, str]:
     """Return the rows that cannot be used, each with the reason.
-
-    `are_buffers_finite` says whether the buffers of all clients are finite.
 
     Raise ValueError if no client at all sent a metric that is needed: that is the caller's mistake, not a client's.
     """
@@ -81,10 +80,15 @@ def find_bad_updates(updates: Updates, sizes: Sizes, needs: frozenset[str], are_
                 reasons.setdefault(row, f"its metric '{name}' must not be negative, got {value:g}")
             elif value <= 0 and name in POSITIVE:
                 reasons.setdefault(row, f"its metric '{name}' must be positive, got {value:g}")
-    if updates.buffers is not None and not are_buffers_finite:
-        for row in torch.nonzero(~torch.isfinite(updates.buffers).all(dim=1)).flatten().tolist():
-            reasons.setdefault(row, "its buffers hold NaN or infinity")
     return reasons
+
+
+def find_non_finite_buffers(updates: Updates) -> list[int]:
+    """Return the rows whose buffers hold NaN or infinity."""
+    if updates.buffers is None or not updates.buffers.is_floating_point():
+        return []
+    rows: list[int] = torch.nonzero(~torch.isfinite(updates.buffers).all(dim=1)).flatten().tolist()
+    return rows
 
 
 def _find_common_reason(updates: Updates, sizes: Sizes) -> str | None:

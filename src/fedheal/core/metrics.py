@@ -5,6 +5,7 @@ and K units: gap = best - worst, CoV = STD/mu, Gini = sum_ij |x_i - x_j| / (2 K^
 entropy of x / sum x (at most log K). Where all are 0 they are equal: Gini 0, Jain 1, entropy log K.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -28,26 +29,28 @@ def fairness(accuracy: Mapping[str, float]) -> dict[str, float]:
     x = np.array(list(accuracy.values()), np.float64)
     k, total = len(x), float(x.sum())
     mean = total / k
-    std = float(x.std(ddof=1)) if k > 1 else 0.0
+    std = math.sqrt(((x - mean) ** 2).sum() / (k - 1)) if k > 1 else 0.0
     share = x / total if total > 0 else np.full(k, 1 / k)
     nonzero = share[share > 0]
+    ordered = np.sort(x)
+    worst, best = float(ordered[0]), float(ordered[-1])
     return {
         "avg": mean,
         "std": std,
-        "worst": float(x.min()),
-        "best": float(x.max()),
-        "gap": float(x.max() - x.min()),
+        "worst": worst,
+        "best": best,
+        "gap": best - worst,
         "cov": std / mean if mean > 0 else 0.0,
-        "gini": _sum_differences(x) / (k * k * mean) if mean > 0 else 0.0,
+        "gini": _sum_differences(ordered) / (k * k * mean) if mean > 0 else 0.0,
         "jain": float(total**2 / (k * (x**2).sum())) if total > 0 else 1.0,
         "entropy": float(-(nonzero * np.log(nonzero)).sum()),
     }
 
 
-def _sum_differences(x: NDArray[np.float64]) -> float:
-    """Return the sum of |x_i - x_j| over pairs: the gap after the first i sorted values lies within i * (K - i) pairs."""
-    below = np.arange(1, len(x))
-    return float((np.diff(np.sort(x)) * below * (len(x) - below)).sum())
+def _sum_differences(ordered: NDArray[np.float64]) -> float:
+    """Return the sum of |x_i - x_j| over pairs of sorted values: the gap after the first i lies within i * (K - i) pairs."""
+    below = np.arange(1, len(ordered))
+    return float(((ordered[1:] - ordered[:-1]) * below * (len(ordered) - below)).sum())
 
 
 def count_averaged(evaluated: int) -> int:

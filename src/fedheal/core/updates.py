@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
 
@@ -95,10 +95,10 @@ class Updates:
         vars(self).update(  # the dataclass is frozen
             clients=ids,
             deltas=_matrix("deltas", deltas, ids),
-            num_examples=_column("num_examples", num_examples, ids),
+            num_examples=_column("num_examples", num_examples, ids).cpu(),
             buffers=None if buffers is None else _matrix("buffers", buffers, ids),
             counters=None if counters is None else _matrix("counters", counters, ids),
-            metrics={name: _column(f"metrics['{name}']", v, ids) for name, v in (metrics or {}).items()},
+            metrics=_Columns({name: _column(f"metrics['{name}']", v, ids) for name, v in (metrics or {}).items()}),
             refused=dict(refused or {}),
             domains=None if domains is None else tuple(domains),
         )
@@ -248,10 +248,29 @@ def _column(name: str, value: Array | Sequence[float], clients: tuple[str, ...])
     given = as_tensor(value, name)
     if given.is_complex():
         raise TypeError(f"{name} is {given.dtype}: give real numbers")
-    column = given.to("cpu", torch.float64)
-    if column.shape != (len(clients),):
-        raise ValueError(f"{name} has shape {tuple(column.shape)}; {len(clients)} clients need ({len(clients)},)")
-    return column
+    if given.shape != (len(clients),):
+        raise ValueError(f"{name} has shape {tuple(given.shape)}; {len(clients)} clients need ({len(clients)},)")
+    return given.to(torch.float64)
+
+
+class _Columns(Mapping[str, Tensor]):
+    """A column of numbers for each name. One on a GPU is copied to the CPU when it is first read: that waits for the GPU."""
+
+    def __init__(self, columns: dict[str, Tensor]) -> None:
+        self._columns = columns
+
+    def __getitem__(self, name: str) -> Tensor:
+        column = self._columns[name] = self._columns[name].cpu()
+        return column
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 class Collector:
@@ -298,6 +317,12 @@ class Collector:
             return
         self._rows.append(delta)
         self._replies.append(rest)
+
+    def add_unchecked(self, reply: Reply) -> None:
+        """Add a reply as it is; only for one that fedheal itself made for the layout."""
+        assert isinstance(reply.delta, Tensor)
+        self._rows.append(reply.delta)
+        self._replies.append(reply._replace(delta=NO_UPDATE))
 
     def finish(self) -> Updates:
         """Return the cohort's updates; the collector must not be used again."""
@@ -364,17 +389,22 @@ def _metric(name: str, value: Any) -> Metric:
     return _number(name, value)
 
 
-def gather_metrics(replies: Sequence[Reply]) -> dict[str, list[float]]:
-    """Return the clients' numbers by name, NaN where a client sent none. A GPU is read once."""
+def gather_metrics(replies: Sequence[Reply]) -> dict[str, Tensor | list[float]]:
+    """Return the clients' numbers by name, NaN where a client sent none.
+
+    A column of tensors becomes one tensor, which is not read here, since that waits for a GPU.
+    """
     names = sorted({name for reply in replies for name in reply.metrics})
-    columns: dict[str, list[Any]] = {name: [reply.metrics.get(name, math.nan) for reply in replies] for name in names}
-    places = [(column, i) for column in columns.values() for i in range(len(replies)) if isinstance(column[i], Tensor)]
-    if places:
-        device = places[0][0][places[0][1]].device
-        tensors = [column[i].to(device, torch.float64) for column, i in places]
-        for (column, i), number in zip(places, torch.stack(tensors).tolist(), strict=True):
-            column[i] = number
-    return columns
+    columns = {name: [reply.metrics.get(name, math.nan) for reply in replies] for name in names}
+    return {name: _join_numbers(column) for name, column in columns.items()}
+
+
+def _join_numbers(column: Sequence[Metric]) -> Tensor | list[float]:
+    """Return numbers as a list, or as one tensor if all of them are tensors."""
+    tensors = [number for number in column if isinstance(number, Tensor)]
+    if tensors and len(tensors) == len(column):
+        return torch.stack([tensor.to(tensors[0].device, torch.float64) for tensor in tensors])
+    return [float(number) for number in column]
 
 
 def _vector(name: str, value: Array | None, copy: bool) -> Tensor | None:

@@ -87,12 +87,21 @@ class ClientRows:
 
     def load(self, models: list[Packed]) -> None:
         """Load the first rows from these models."""
-        is_one = all(model is models[0] for model in models)
-        for rows, name in ((self.params, "params"), (self.buffers, "buffers"), (self.counters, "counters")):
-            vectors = [getattr(model, name) for model in models[: 1 if is_one else None]]
-            matrix = vectors[0][None] if is_one else torch.stack(vectors)
-            rows[: len(models)] = matrix.index_select(1, self._to_rows) if rows is self.params else matrix
-        self.update_low()
+        number, distinct = len(models), models[:1] if all(model is models[0] for model in models) else models
+        params, buffers, counters = (
+            torch.stack([getattr(model, name) for model in distinct])
+            if len(distinct) > 1
+            else getattr(distinct[0], name)
+            for name in ("params", "buffers", "counters")
+        )
+        params = params.index_select(-1, self._to_rows)
+        pairs = [(self.params, params), (self.buffers, buffers), (self.counters, counters)]
+        if self.low is not None:
+            pairs.append((self.low, params))
+        targets = [rows[:number] for rows, _ in pairs]
+        torch._foreach_copy_(
+            targets, [values.expand_as(rows) for rows, (_, values) in zip(targets, pairs, strict=True)]
+        )
 
     def update_low(self) -> None:
         """Copy the parameters to those in lower precision."""

@@ -46,15 +46,15 @@ def evaluate_domains(
         found = find_correct_in_turn(federation.local_training, pairs)
     correct = torch.split(torch.cat(found).cpu(), [len(split) for _, split in pairs])  # read from a GPU once
     is_correct = {domain: hits.numpy() for domain, hits in zip(federation.tests, correct, strict=False)}
-    clients: dict[str, float] = {}
+    clients, domains = dict[str, float](), dict[str, float]()
     for domain, marks in is_correct.items():
         owners, sizes = _deal_out(len(marks), max(len(members[domain]), 1))
-        shares = 100.0 * (np.bincount(owners[marks], minlength=len(sizes)) / sizes)
-        clients |= zip(members[domain], shares.tolist(), strict=False)
+        hits_by_owner = np.bincount(owners[marks], minlength=len(sizes))
+        clients |= zip(members[domain], (100.0 * (hits_by_owner / sizes)).tolist(), strict=False)
+        domains[domain] = 100.0 * (np.count_nonzero(marks) / len(marks))
     hits_of: dict[str, list[Tensor]] = {}
     for (domain, _), hits in zip(held_out, correct[len(federation.tests) :], strict=True):
         hits_of.setdefault(domain, []).append(hits)
-    domains = {domain: 100.0 * float(hits.mean()) for domain, hits in is_correct.items()}
     validation = {domain: 100.0 * float(torch.cat(hits).double().mean()) for domain, hits in hits_of.items()}
     return {
         "domains": domains,

@@ -55,11 +55,13 @@ def run_round(
     present = [client for client in cohort if not drops_out(federation, state.seed, number, client)]
     tasks = [Task(client, number, tuple(term.slots.get(client, {}) for term in state.terms)) for client in present]
     collector = Collector(layout=federation.local_training.layout, keep=True)
+    # A user's own term may change what a client sends.
+    add = collector.add if federation.local_training.terms else collector.add_unchecked
     client_terms: dict[str, ClientTerms] = {}
     for result in engine.train(state.model, tuple(term.shared for term in state.terms), tasks):
         client = str(result.reply.client)
         domain = federation.client_domains.get(client, client)  # a client without a domain is a domain of its own
-        collector.add(result.reply._replace(domain=domain))
+        add(result.reply._replace(domain=domain))
         client_terms[client] = ClientTerms(messages=result.messages, slots=result.slots)
     before_server_step()
     updates = collector.finish()

@@ -135,7 +135,8 @@ def _blocks(tensors: tuple[int, ...], device: torch.device) -> _Blocks:
 
 def _use(device: torch.device) -> AbstractContextManager[object]:
     """Make a GPU the current one, which Triton launches on; without one Triton interprets kernels."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    is_current = device.type != "cuda" or device.index in (None, torch.cuda.current_device())
+    return nullcontext() if is_current else torch.cuda.device(device)
 
 
 def _copy_to(device: torch.device, *columns: Integers) -> Tensor:
