@@ -30,8 +30,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from arguments import exit_with_error, parse_names, parse_positive
 from fedheal.core.pixels import MEAN, STD
+from fedheal.core.state import RunState
 from fedheal.data.domains import Domain, Domains, Split
-from fedheal.engine import open_engine
+from fedheal.engine import Engine, open_engine
 from fedheal.engine.cohort import CohortEngine
 from fedheal.engine.lanes import Lanes
 from fedheal.engine.precision import PRECISIONS, resolve_precision, use_precision
@@ -101,22 +102,29 @@ def make_domains(protocol: Protocol) -> Domains:
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """Seconds of a round by phase, and of the first round, which compiles and captures."""
+    """Seconds of a round by phase and as a whole, and of the first round, which compiles and captures.
+
+    A whole round is more than its phases: it ends when its record is made.
+    """
 
     label: str
     train: float
     aggregate: float
     evaluate: float
+    total: float
     first: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.train + self.aggregate + self.evaluate
 
 
 def compute_medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Return the median seconds of each phase over rounds."""
+    """Return the median seconds of each phase, and of whole rounds, over rounds."""
     return {phase: float(np.median([seconds[phase] for seconds in rounds])) for phase in rounds[0]}
+
+
+def time_round(federation: Federation, state: RunState, engine: Engine) -> tuple[RunState, dict[str, float]]:
+    """Return the state after a round, and the seconds of each phase and of the whole round."""
+    start = time.perf_counter()
+    state, record = run_round(federation, state, engine)  # the record's seconds have waited for the GPU
+    return state, {**record.seconds, "total": time.perf_counter() - start}
 
 
 def time_engine(
@@ -134,15 +142,15 @@ def time_engine(
     ):
         state, seconds = initial_state(federation), []
         for _ in range(rounds + 1):
-            state, record = run_round(federation, state, engine)
-            seconds.append(record.seconds)
+            state, times = time_round(federation, state, engine)
+            seconds.append(times)
         label = f"{engine_name} {precision} {method}"
         if isinstance(engine, Lanes):
             reason = engine.fallback_reason
             label += f" ({len(engine.lanes)} lanes)" if not reason else f" (serial: {reason})"
         if isinstance(engine, CohortEngine):
             label += f" (lanes: {engine.fallback_reason})" if engine.fallback_reason else ""
-    return RoundTimes(label, **compute_medians(seconds[1:]), first=sum(seconds[0].values()))
+    return RoundTimes(label, **compute_medians(seconds[1:]), first=seconds[0]["total"])
 
 
 def time_plain_loop(federation: Federation, steps: int) -> RoundTimes:
@@ -198,7 +206,8 @@ def time_plain_loop(federation: Federation, steps: int) -> RoundTimes:
             (module(x).argmax(dim=1) == y).sum().item()
     seconds_per_image = (time.perf_counter() - start) / len(tests)
     evaluate_seconds = seconds_per_image * sum(len(split) for split in federation.tests.values())
-    return RoundTimes("plain loop fp32 FedAvg", train_seconds, 0.0, evaluate_seconds)
+    total = train_seconds + evaluate_seconds
+    return RoundTimes("plain loop fp32 FedAvg", train_seconds, 0.0, evaluate_seconds, total)
 
 
 def count_batches(federation: Federation) -> float:

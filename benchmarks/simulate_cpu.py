@@ -38,8 +38,8 @@ from fedheal.engine import open_engine
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.federation import Federation
-from fedheal.simulate.round import initial_state, run_round
-from simulate import PROTOCOLS, Protocol, RoundTimes, compute_medians, make_domains, time_plain_loop
+from fedheal.simulate.round import initial_state
+from simulate import PROTOCOLS, Protocol, RoundTimes, compute_medians, make_domains, time_plain_loop, time_round
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 CPU_PROTOCOLS = {
@@ -130,14 +130,14 @@ def serve_rounds(parent: Connection, protocol: Protocol, way: Way) -> None:
     if not way.processes:
         while parent.recv():
             times = time_plain_loop(federation, 5)
-            parent.send({"train": times.train, "aggregate": 0.0, "evaluate": times.evaluate})
+            parent.send({"train": times.train, "aggregate": 0.0, "evaluate": times.evaluate, "total": times.total})
         return
     tests = list(federation.tests.values())
     with open_engine(federation.local_training, "serial", way.processes, way.threads, evaluated=tests) as engine:
         state = initial_state(federation)
         while parent.recv():
-            state, record = run_round(federation, state, engine)
-            parent.send(record.seconds)
+            state, seconds = time_round(federation, state, engine)
+            parent.send(seconds)
 
 
 @contextmanager
@@ -149,7 +149,7 @@ def start_process(protocol: Protocol, way: Way) -> Iterator[Callable[[], dict[st
     process.start()
     there.close()
 
-    def time_round() -> dict[str, float]:
+    def run_once() -> dict[str, float]:
         here.send(True)
         try:
             seconds: dict[str, float] = here.recv()
@@ -158,7 +158,7 @@ def start_process(protocol: Protocol, way: Way) -> Iterator[Callable[[], dict[st
         return seconds
 
     try:
-        yield time_round
+        yield run_once
         here.send(False)
     except BaseException:
         process.terminate()
@@ -172,13 +172,13 @@ def time_ways(protocol: Protocol, ways: dict[str, Way], repeats: int) -> list[Ro
     with ExitStack() as stack:
         # An empty cache: nothing compiled earlier is found. Each number of threads needs its own code.
         cache = stack.enter_context(tempfile.TemporaryDirectory())
-        first, time_round = {}, {}
+        first, run_once = {}, {}
         for key, way in ways.items():
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache) / str(way.threads))
-            time_round[key] = stack.enter_context(start_process(protocol, way))
-            first[key] = sum(time_round[key]().values())
+            run_once[key] = stack.enter_context(start_process(protocol, way))
+            first[key] = run_once[key]()["total"]
             print(f"  {way.label}: {first[key]:.1f} s for the first round", flush=True)
-        turns = [{key: time_round[key]() for key in ways} for _ in range(repeats)]
+        turns = [{key: run_once[key]() for key in ways} for _ in range(repeats)]
     medians = {key: compute_medians([turn[key] for turn in turns]) for key in ways}
     return [RoundTimes(way.label, **medians[key], first=first[key]) for key, way in ways.items()]
 
