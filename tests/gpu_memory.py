@@ -1,4 +1,4 @@
-"""Train with less GPU memory than the lanes of a run need, in a process of its own: others' leftovers would count."""
+"""Measure the GPU memory of runs, each in a process of its own: what other tests left behind would count."""
 
 from __future__ import annotations
 
@@ -45,6 +45,13 @@ def limit_memory(size: float) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def measure_run(keys: dict[str, Any]) -> int:
+    """Return the bytes that torch takes from the GPU in a run."""
+    with measure_memory() as taken:
+        fedheal.run(quick(**keys), progress=False)
+    return taken["bytes"]
 
 
 def run_squeezed(keys: dict[str, Any]) -> Squeezed:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 
-import fedheal
 from fedheal.campaign import placement
 from fedheal.campaign.gpu_estimate import SMALL_RUN_BYTES, is_small_run
 from fedheal.campaign.jobs import Job
@@ -17,7 +17,7 @@ from fedheal.campaign.placement import DeviceSlots, plan_slots, query_gpus
 from fedheal.campaign.pool import describe_schedule, run_all
 from fedheal.runs import folder as records
 from fedheal.simulate.experiment import Experiment
-from gpu_memory import measure_memory, run_squeezed
+from gpu_memory import measure_run, run_squeezed
 from needs import needs
 from tiny_data import quick
 
@@ -30,6 +30,7 @@ EIGHT = {
     "batch_size": 64,
     "steps": 6,
 }
+T = TypeVar("T")
 OUTSIDE_TORCH = 1 << 30  # bytes that CUDA itself, kernels and graphs may take
 
 
@@ -65,13 +66,17 @@ def test_runs_beside_each_other_give_what_they_give_one_after_another(tmp_path, 
         assert found[0]["device"] == found[1]["device"] == "cuda:0"
 
 
+def run_in_new_process(function: Callable[[dict[str, Any]], T], keys: dict[str, Any]) -> T:
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(function, keys).result()
+
+
 @pytest.mark.parametrize(("model", "width", "apart"), [("tiny_data:wide", 1 << 15, 1e-3), ("resnet10", 32, 0.2)])
 def test_a_run_with_too_little_memory_halves_its_lanes_and_gives_the_same(model, width, apart):
     """cuDNN takes other algorithms for convolutions where it has no room for a workspace, hence the bound of the second."""
     keys: dict[str, Any] = EIGHT | {"model": model, "width": width, "rounds": 2, "deterministic": True}
     keys |= {"precision": "fp32", "device": "cuda", "method": "fedavg"}
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        squeezed = pool.submit(run_squeezed, keys).result()
+    squeezed = run_in_new_process(run_squeezed, keys)
     assert squeezed.warnings
     assert all(message.startswith("out of memory with") for message in squeezed.warnings)
     assert squeezed.bytes < squeezed.unlimited_bytes
@@ -80,11 +85,9 @@ def test_a_run_with_too_little_memory_halves_its_lanes_and_gives_the_same(model,
 
 @pytest.mark.parametrize(("model", "width"), [("small_cnn", None), ("resnet10", 16)])
 def test_a_small_run_takes_no_more_memory_than_reckoned(model, width):
-    experiment = quick(**EIGHT, model=model, width=width, rounds=1, device="cuda")
-    assert is_small_run(experiment)
-    with measure_memory() as taken:
-        fedheal.run(experiment, progress=False)
-    assert taken["bytes"] < SMALL_RUN_BYTES - OUTSIDE_TORCH
+    keys = EIGHT | {"model": model, "width": width, "rounds": 1, "device": "cuda"}
+    assert is_small_run(quick(**keys))
+    assert run_in_new_process(measure_run, keys) < SMALL_RUN_BYTES - OUTSIDE_TORCH
 
 
 def test_the_rule_packs_small_runs_and_lets_the_papers_have_a_gpu_each(monkeypatch):
