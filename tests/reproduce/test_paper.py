@@ -76,7 +76,7 @@ def test_the_headline_has_what_matters_most_first_and_the_papers_numbers_where_i
     office = [row.method for row in RECIPES["headline"].list_rows("office-caltech")]
     assert office == [
         "fedavg", "fedavg+uniform", "fedavg+fedheal:tau=0.4,variant=released", "fedavg+fedheal:tau=0.4",
-        "fedavg+fedheal:tau=0.4,per_step=true",
+        "fedavg+fael", "fedavg+fphl:tau=0.4", "fedavg+fedheal:tau=0.4,per_step=true",
     ]  # fmt: skip
 
 

@@ -100,12 +100,15 @@ def _list_headline(data: str) -> list[RecipeRow]:
         _make_row("FedHEAL (released)", data, paper.TABLE1, "fedavg+fedheal", f"{method}{separator}variant=released"),
         _make_row("FedHEAL (paper)", data, paper.TABLE1, "fedavg+fedheal"),
     ]
-    if data == "office-caltech":
-        return [*first, RecipeRow("FedHEAL per step", f"{method}{separator}per_step=true")]
-    return [
-        *first,
+    parts = [
         _make_row("FAEL alone", data, paper.ABLATION, "fedavg+fael"),
         _make_row("FPHL alone", data, paper.ABLATION, "fedavg+fphl"),
+    ]
+    if data == "office-caltech":
+        return [*first, *parts, RecipeRow("FedHEAL per step", f"{method}{separator}per_step=true")]
+    return [
+        *first,
+        *parts,
         RecipeRow("exact FAEL alone", "fedavg+fael-exact"),
         _make_row("AFL", data, paper.TABLE1, "fedavg+afl"),
         _make_row("q-FFL", data, paper.TABLE1, "fedavg+qffl"),
