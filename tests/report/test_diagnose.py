@@ -115,6 +115,17 @@ def test_rounds_that_a_finished_run_lacks_are_missed(tmp_path, cut):
         diagnose_run(path.parent)
 
 
+@pytest.mark.parametrize(
+    ("order", "problem"), [([1, 2, 2, 3], "3 is round 2, after"), ([1, 3, 2], "3 is round 2, after")]
+)
+def test_rounds_that_are_repeated_or_out_of_order_are_refused(tmp_path, order, problem):
+    path = run_folder(tmp_path / "made", "fedavg", rounds=3) / "rounds.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[number - 1] for number in order))
+    with pytest.raises(ValueError, match=rf"rounds\.jsonl: line {problem} round"):
+        diagnose_run(path.parent)
+
+
 def test_a_finished_run_without_its_rounds_is_told_so(tmp_path):
     path = run_folder(tmp_path / "made", "fedavg", rounds=6) / "rounds.jsonl"
     path.unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,18 @@ class Series:
 
 
 def read_complete_rounds(folder: Path) -> list[RoundRecord]:
-    """Return the rounds of a run. Raise ValueError if a finished one lacks some; a federation may have more than its result."""
-    records = read_rounds(folder)
+    """Return the rounds of a run. Raise ValueError if a finished one lacks some, or if one comes again.
+
+    A federation may have more rounds than its result.
+    """
+    path, records = folder / "rounds.jsonl", read_rounds(folder)
+    for line, (before, record) in enumerate(pairwise(records), 2):
+        if record.round <= before.round:
+            raise ValueError(
+                f"{path}: line {line} is round {record.round}, after round {before.round}: restore the file, or remove the line"
+            )
     expected = read_result(folder, ["rounds"])["rounds"] if (folder / "result.json").is_file() else 0
     if len(records) < expected:
-        path = folder / "rounds.jsonl"
         damaged = find_damaged_line(folder)
         problem = f"has {len(records)} rounds" + (f" and is damaged in line {damaged}" if damaged else "")
         raise ValueError(
