@@ -105,7 +105,8 @@ def test_fields_that_earlier_runs_lack_do_not_change_who_owns_a_checkpoint() -> 
     assert settings | LATER_SETTINGS == settings
     earlier = {key: value for key, value in settings.items() if key not in FREE | LATER_SETTINGS.keys()}
     assert experiment.identity == hashlib.sha256(json.dumps(earlier, sort_keys=True).encode()).hexdigest()
-    assert Experiment(method="fedavg", server_eps=0.01).identity != experiment.identity
+    adam = Experiment(method="fedavg", server_optimizer="adam")
+    assert Experiment(method="fedavg", server_optimizer="adam", server_eps=0.01).identity != adam.identity
 
 
 @pytest.mark.slow
@@ -296,6 +297,9 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"lr_schedule": "linear"}, ["lr_schedule", "linear", "cosine"]),
     ({"lr_schedule": "step"}, ["lr_schedule", "step", "lr_decay_every"]),
     ({"lr_decay": 0.5}, ["lr_decay", "0.5", "lr_schedule", "constant"]),
+    ({"server_beta2": 0.9}, ["server_beta2", "0.9", "server_optimizer=adam", "sgd"]),
+    ({"server_beta2": 0.9, "server_optimizer": "adagrad"}, ["server_beta2", "0.9", "adagrad"]),
+    ({"server_eps": 0.1}, ["server_eps", "0.1", "server_optimizer=adam or yogi or adagrad", "sgd"]),
     ({"lr_schedule": "exponential", "lr_decay_every": 5}, ["lr_decay_every", "5", "step"]),
     ({"lr_schedule": "step", "lr_decay_every": 5, "lr_decay": 2}, ["lr_decay", "2"]),
     ({"rounds": 5, "warmup_rounds": 5}, ["warmup_rounds", "5", "fewer"]),
@@ -407,9 +411,11 @@ def test_everything_else_changes_the_identity(field: str) -> None:
         "evaluate": "unseen",
         "public": "embedded",
     }  # fmt: skip
-    fixed: dict[str, Any] = {"lr_decay": {"lr_schedule": "exponential"}}.get(field, {})
-    if field == "lr_decay_every":
-        fixed = {"lr_schedule": "step", "lr_decay_every": 1}
+    needed: dict[str, dict[str, Any]] = {
+        "lr_decay": {"lr_schedule": "exponential"}, "lr_decay_every": {"lr_schedule": "step", "lr_decay_every": 1},
+        "server_beta2": {"server_optimizer": "adam"}, "server_eps": {"server_optimizer": "adam"},
+    }  # fmt: skip
+    fixed = needed.get(field, {})
     before = quick(**fixed)
     now = getattr(before, field)
     by_type: dict[type, Any] = {bool: not now, float: 0.123, tuple: ("plain",), int: 11, type(None): 2}

@@ -32,6 +32,13 @@ RUN_NAME_LENGTH = 120
 SERVER_FIELDS = {f"server_{name}": name for name in ("optimizer", "lr", "momentum", "beta2", "eps")}
 # Fields that may have one value for each domain.
 PER_DOMAIN: dict[str, type] = {"clients_per_domain": int, "samples_per_client": int, "fraction": float}
+# Fields that have an effect only with some values of another field.
+USED_WITH = {
+    "lr_decay": ("lr_schedule", ("step", "exponential")),
+    "lr_decay_every": ("lr_schedule", ("step",)),
+    "server_beta2": ("server_optimizer", ("adam", "yogi")),
+    "server_eps": ("server_optimizer", ("adam", "yogi", "adagrad")),
+}
 
 
 class Experiment(BaseModel):
@@ -188,12 +195,11 @@ class Experiment(BaseModel):
             raise ValueError(
                 f"only = {list(self.only)} cannot be combined with evaluate=unseen: all domains but one train"
             )
-        for field, kinds in (("lr_decay", ("step", "exponential")), ("lr_decay_every", ("step",))):
-            if getattr(self, field) is not None and self.lr_schedule not in kinds:
-                used = " and ".join(f"lr_schedule={kind}" for kind in kinds)
-                raise ValueError(
-                    f"{field} = {getattr(self, field)} is for {used}, not for lr_schedule = '{self.lr_schedule}'"
-                )
+        for field, (chosen_by, kinds) in USED_WITH.items():
+            choice, value = getattr(self, chosen_by), getattr(self, field)
+            if value != Experiment.model_fields[field].default and choice not in kinds:
+                used = " or ".join(kinds)
+                raise ValueError(f"{field} = {value} is for {chosen_by}={used}, not for {chosen_by} = '{choice}'")
         if self.lr_schedule == "step" and self.lr_decay_every is None:
             raise ValueError("lr_schedule = 'step' needs the rounds from one decay to the next: give lr_decay_every=50")
         if self.warmup_rounds >= self.rounds:
