@@ -14,6 +14,7 @@ import torch
 
 import fedheal
 from command_line import CONTROL, ENVIRONMENT, Done, assert_sentence, read_files
+from fedheal import engine
 from fedheal.runs.schema import RoundRecord
 from tiny_data import WORDS, quick, words
 
@@ -389,6 +390,14 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(call, tmp_path: Path) -> 
 @pytest.mark.parametrize("word", ["engine=lanes", "precision=bf16", "precision=tf32"])
 def test_what_needs_a_gpu_is_said_before_anything_is_written(call, word: str) -> None:
     assert_sentence(call("run", *WORDS, word, "--out", "here"), word.partition("=")[0], "needs a GPU")
+    assert not Path("here").exists()
+
+
+def test_more_threads_than_the_processors_can_run_are_refused(call, monkeypatch) -> None:
+    monkeypatch.setattr(engine, "count_cores", lambda: 2)
+    assert call("run", *WORDS, "rounds=1", "threads=8", "--out", "eight").code == 0
+    assert_sentence(call("run", *WORDS, "threads=9", "--out", "here"), "threads = 9", "2 processors", "at most 8")
+    assert_sentence(call("compare", "fedavg", "fedheal", "threads=9", "--out", "here"), "threads = 9")
     assert not Path("here").exists()
 
 

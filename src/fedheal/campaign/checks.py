@@ -57,7 +57,7 @@ def check_jobs(jobs: Sequence[Job]) -> None:
     checked = set()
     for e in experiments:
         features = any(term.features for term in e.resolved_method.local)
-        kind = (e.data, e.image_size, e.model, e.width, e.device, e.precision, e.engine, e.workers, features)
+        kind = (e.data, e.image_size, e.model, e.width, e.device, e.precision, e.engine, e.workers, e.threads, features)
         if kind not in checked:
             checked.add(kind)
             _check_start(e, features)
@@ -73,7 +73,7 @@ def check_trackers(jobs: Sequence[Job]) -> None:
 def _check_start(experiment: Experiment, features: bool) -> None:
     on_gpu = experiment.device.partition(":")[0] in ("auto", "cuda") and placement.count_gpus() > 0
     device = torch.device("cuda" if on_gpu else "cpu")  # by name only: CUDA need not start in this process
-    check_engine(device, experiment.engine, experiment.workers)
+    check_engine(device, experiment.engine, experiment.workers, experiment.threads)
     resolve_precision(experiment.precision, device)
     classes, size = _find_shape(experiment)
     try:

@@ -7,7 +7,6 @@ by the processor that launches them, so a few such runs share a GPU as far as it
 from __future__ import annotations
 
 import functools
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -17,6 +16,7 @@ from multiprocessing import get_context
 import torch
 
 from fedheal.campaign.gpu_estimate import SMALL_RUN_BYTES, is_small_run
+from fedheal.core.processors import count_cores
 from fedheal.simulate.devices import resolve_device
 from fedheal.simulate.experiment import Experiment
 
@@ -39,11 +39,6 @@ class DeviceSlots:
 
     gpu: int | None
     slots: int
-
-
-def count_cores() -> int:
-    """Return how many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def count_gpus() -> int:

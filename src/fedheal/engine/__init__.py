@@ -6,7 +6,9 @@ from typing import Protocol
 
 import torch
 
+from fedheal.core.errors import format_count
 from fedheal.core.layout import Packed
+from fedheal.core.processors import count_cores
 from fedheal.data.domains import Split
 from fedheal.engine.cohort import CohortEngine
 from fedheal.engine.lanes import Lanes
@@ -16,6 +18,10 @@ from fedheal.engine.serial import ClientResult, LocalTraining, SerialEngine, Sha
 from fedheal.engine.workers import WorkerPool
 
 __all__ = ["Engine", "check_engine", "describe_engine", "open_engine"]
+
+THREADS_PER_CORE = (
+    4  # at most: a run made on a larger machine may be repeated, but hundreds of threads stop a small one
+)
 
 
 class Engine(Protocol):
@@ -75,12 +81,21 @@ def describe_engine(engine: Engine) -> str:
     return f"{engine.number} workers" if isinstance(engine, WorkerPool) else "serial"
 
 
-def check_engine(device: torch.device, engine: str, workers: int, ray_address: str | None = None) -> None:
-    """Raise ValueError if the device does not support the engine or several workers, or Ray is missing or not there."""
+def check_engine(
+    device: torch.device, engine: str, workers: int, threads: int = 1, ray_address: str | None = None
+) -> None:
+    """Raise ValueError if this machine cannot train so.
+
+    The device may not support the engine or several workers, Ray may be missing or not there, and the threads may be too many.
+    """
     if engine == "ray":
         import_ray()
         check_reachable(ray_address or "auto")
         return
+    if threads > (most := THREADS_PER_CORE * count_cores()):
+        raise ValueError(
+            f"threads = {threads}: this machine has {format_count(count_cores(), 'processor')}; use at most {most}, best 1"
+        )
     is_gpu = device.type == "cuda"
     if engine in ("cohort", "lanes") and not is_gpu:
         raise ValueError(f"engine = '{engine}' needs a GPU, but this run uses '{device}'; use 'auto' or 'serial'")

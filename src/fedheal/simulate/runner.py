@@ -118,7 +118,7 @@ def run(
     device = resolve_device(experiment.device)
     domains = load_domains(experiment)
     folder = None if out is None else Path(out)
-    check_engine(device, experiment.engine, experiment.workers, experiment.ray_address)
+    check_engine(device, experiment.engine, experiment.workers, experiment.threads, experiment.ray_address)
     with ExitStack() as stack:
         stack.enter_context(_use_threads(experiment.threads))
         precision = resolve_precision(experiment.precision, device)
