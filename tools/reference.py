@@ -90,7 +90,7 @@ FIELDS = {
     "cluster (`ray`); `auto` is `serial` on a CPU, `cohort` or `lanes` on a GPU",
     "ray_address": "the cluster of `engine=ray`: `auto` (by default), `local` or HOST:PORT",
     "lanes": "clients trained side by side on a GPU; as many as fill it if not given",
-    "threads": "threads a process, at most four per processor; a part of the experiment, since it changes sums",
+    "threads": "threads a process; a part of the experiment, since it changes sums",
     "workers": "processes that train clients; changes no result; with `engine=ray` by default 0, as many as there is room for",
     "save_seconds": "how often the state is saved; 0 is every round",
 }

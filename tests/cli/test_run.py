@@ -393,10 +393,12 @@ def test_what_needs_a_gpu_is_said_before_anything_is_written(call, word: str) ->
     assert not Path("here").exists()
 
 
-def test_more_threads_than_the_processors_can_run_are_refused(call, monkeypatch) -> None:
+def test_more_threads_and_workers_than_the_processors_can_run_are_refused(call, monkeypatch) -> None:
     monkeypatch.setattr(engine, "count_cores", lambda: 2)
     assert call("run", *WORDS, "rounds=1", "threads=8", "--out", "eight").code == 0
     assert_sentence(call("run", *WORDS, "threads=9", "--out", "here"), "threads = 9", "2 processors", "at most 8")
+    many = call("run", *WORDS, "threads=3", "workers=3", "device=cpu", "--out", "here")
+    assert_sentence(many, "workers = 3 with 3 threads each", "at most 2")
     assert_sentence(call("compare", "fedavg", "fedheal", "threads=9", "--out", "here"), "threads = 9")
     assert not Path("here").exists()
 

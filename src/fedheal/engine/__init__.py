@@ -50,7 +50,7 @@ def open_engine(
     evaluate models on. With `ray` the workers are actors of the cluster at `ray_address` (`auto` if None), and 0 means as many
     as it has room for.
     """
-    check_engine(local_training.device, engine, workers)
+    check_engine(local_training.device, engine, workers, threads, ray_address)
     on_gpu = local_training.device.type == "cuda"
     with torch.cuda.device(local_training.device) if on_gpu else nullcontext():  # Triton launches on the current device
         if engine == "ray":
@@ -86,16 +86,18 @@ def check_engine(
 ) -> None:
     """Raise ValueError if this machine cannot train so.
 
-    The device may not support the engine or several workers, Ray may be missing or not there, and the threads may be too many.
+    The device may not support the engine or several workers, Ray may be missing, or workers and threads are too many.
     """
     if engine == "ray":
         import_ray()
         check_reachable(ray_address or "auto")
         return
-    if threads > (most := THREADS_PER_CORE * count_cores()):
-        raise ValueError(
-            f"threads = {threads}: this machine has {format_count(count_cores(), 'processor')}; use at most {most}, best 1"
-        )
+    processors, most = format_count(count_cores(), "processor"), THREADS_PER_CORE * count_cores()
+    if threads > most:
+        raise ValueError(f"threads = {threads}: this machine has {processors}; use at most {most}, best 1")
+    if workers * threads > most:
+        each = f" with {format_count(threads, 'thread')} each"
+        raise ValueError(f"workers = {workers}{each}: this machine has {processors}; use at most {most // threads}")
     is_gpu = device.type == "cuda"
     if engine in ("cohort", "lanes") and not is_gpu:
         raise ValueError(f"engine = '{engine}' needs a GPU, but this run uses '{device}'; use 'auto' or 'serial'")
