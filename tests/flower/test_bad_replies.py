@@ -29,12 +29,16 @@ def change_arrays(change: Callable[[dict[str, Array]], None]) -> Callable[[Messa
     return spoil
 
 
-def set_metric(name: str, value: float | list[float]) -> Callable[[Message], list[Message]]:
+def set_metrics(metrics: dict[str, float | list[float]]) -> Callable[[Message], list[Message]]:
     def spoil(reply: Message) -> list[Message]:
-        reply.content["metrics"] = MetricRecord({**reply.content["metrics"], name: value})
+        reply.content["metrics"] = MetricRecord({**reply.content["metrics"], **metrics})
         return [reply]
 
     return spoil
+
+
+def set_metric(name: str, value: float | list[float]) -> Callable[[Message], list[Message]]:
+    return set_metrics({name: value})
 
 
 def set_array(name: str, value: object) -> Callable[[dict[str, Array]], None]:
@@ -122,6 +126,7 @@ CASES = {
     "NaN examples": (set_metric("num-examples", math.nan), "num-examples = nan"),
     "absurdly many examples": (set_metric("num-examples", 10**12), "max_examples"),
     "a list of examples": (set_metric("num-examples", [1.0, 2.0]), "num-examples"),
+    "too many metrics": (set_metrics({f"metric-{i}": 1.0 for i in range(300)}), "metrics, at most 256"),
     "an old round": (set_client_info(round=1), "answers round 1"),
     "an old message": (replay_old_message, "not sent in this round"),
     "twice": (lambda reply: [reply, reply], "replied 2 times"),

@@ -10,13 +10,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedheal import Layout
 from fedheal.federation.extra_checks import check_extras
 from fedheal.federation.replies import RejectedReply, TrainReply
 from fedheal.federation.reply_limits import MAX_NAME, find_far_norms
 from fedheal.flower import FedHEAL
+from fedheal.flower.reply_reader import _check_term_messages, average_metrics
 from fedheal.runs import folder as records
 from flower.sites import Sites
 from flower.test_bad_replies import (
@@ -148,6 +149,35 @@ def test_an_absurd_message_of_a_term_costs_its_client_the_round_and_nobody_else(
     )
     assert torch.equal(strategy.state.model.params, run_without_reply("scaffold")[0])
     assert all("unmoved" not in record.report for record in strategy.history)
+
+
+@pytest.mark.parametrize("method", ["scaffold", "feddyn"])
+@pytest.mark.parametrize("dtype", [np.bool_, np.uint16, np.uint32, np.uint64])
+def test_a_message_of_a_dtype_that_torch_cannot_compare_costs_its_client_the_round(method, dtype):
+    def spoil(reply: Message) -> list[Message]:
+        record = reply.content.get("fedheal.messages", ArrayRecord())
+        reply.content["fedheal.messages"] = ArrayRecord({**record, "0.more": Array(np.ones(3, dtype))})
+        return [reply]
+
+    strategy, name = run_with_bad_replies(spoil, method)
+    why = strategy.history[1].report["skipped"][name]
+    assert why.startswith("'more' of its local terms is torch.")
+    assert why.endswith("send floats or signed integers")
+    assert torch.equal(strategy.state.model.params, run_without_reply(method)[0])
+
+
+def test_the_smallest_integer_is_as_large_as_the_largest():
+    smallest = torch.tensor([torch.iinfo(torch.int64).min])
+    with pytest.raises(RejectedReply, match=r"'x' of its local terms holds 9\.22\d*e\+18, beyond 1e\+06"):
+        _check_term_messages([{"x": smallest}], 1e6)
+
+
+def test_one_client_does_not_choose_the_shape_of_a_metric():
+    contents = [
+        RecordDict({"metrics": MetricRecord({"num-examples": examples, "f1": f1})})
+        for examples, f1 in ((1000, [0.5, 0.5]), (1, 0.25), (3, 0.75), (5, float("nan")))
+    ]
+    assert dict(average_metrics(contents, "num-examples")) == {"f1": 0.625}
 
 
 def test_huge_metrics_do_not_end_a_run(tmp_path):

@@ -1,13 +1,16 @@
 """Read and check Flower's replies. A reply that cannot count is rejected with the reason."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from fedheal.core.layout import Layout
+from fedheal.core.updates import FLOATS
 from fedheal.federation.replies import EvaluateReply, MissingRequirement, RejectedReply, ReplyRequirements, TrainReply
 from fedheal.federation.reply_checks import check_metrics, find_accuracy, match_arrays, take_num_examples, to_float
 from fedheal.federation.reply_limits import MAX_MESSAGE
@@ -17,6 +20,9 @@ from fedheal.flower.node_registry import ReceivedReply
 from fedheal.local.term import Arrays
 
 EXAMPLES_REMEDY = "put it into the reply's MetricRecord"
+MESSAGE_DTYPES = (
+    *FLOATS, torch.complex64, torch.complex128, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+)  # fmt: skip
 
 
 def read_train_reply(reply: ReceivedReply, layout: Layout, requirements: ReplyRequirements) -> TrainReply:
@@ -76,9 +82,13 @@ def _check_requirements(content: RecordDict, metrics: Mapping[str, float], requi
 
 
 def _check_term_messages(groups: Sequence[Arrays], most: float) -> None:
-    """Raise RejectedReply if a value could make the server's terms infinite, and so silence every client."""
-    for name, tensor in (item for group in groups for item in group.items() if item[1].numel()):
-        largest = float(tensor.abs().max())
+    """Raise RejectedReply if the server's terms cannot compute with a message, or a value could make them infinite."""
+    for name, tensor in (item for group in groups for item in group.items()):
+        if tensor.dtype not in MESSAGE_DTYPES:
+            raise RejectedReply(f"'{name}' of its local terms is {tensor.dtype}: send floats or signed integers")
+        numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        low, high = torch.aminmax(numbers) if numbers.numel() else (0.0, 0.0)
+        largest = max(abs(float(low)), abs(float(high)))  # the smallest integer has no absolute value of its own type
         if not np.isfinite(largest):
             raise RejectedReply(f"'{name}' of its local terms holds NaN or infinity")
         if largest > most:
@@ -98,16 +108,23 @@ def _find_model_record(records: Mapping[str, ArrayRecord], key: str) -> ArrayRec
 def average_metrics(contents: list[RecordDict], examples_key: str) -> MetricRecord:
     """Average each metric by examples over the clients that send it.
 
-    A metric is a number or a list; one that is not finite, or not of the first one's length, is left out.
+    A metric is a number or a list; one that is not finite, or not of the length that most clients send, is left out.
     """
-    means: dict[str, tuple[NDArray[Any], float]] = {}  # so far, and over how many examples
+    sent: dict[str, list[tuple[NDArray[Any], float]]] = {}  # values and examples of each client
     for content in contents:
         num_examples = read_metrics(content.metric_records)[examples_key]
         for name, value in (item for record in content.metric_records.values() for item in record.items()):
             values = np.asarray([to_float(v) for v in value] if isinstance(value, list) else to_float(value))
-            mean, total = means.get(name, (np.zeros_like(values), 0.0))
-            if mean.shape == values.shape and np.isfinite(values).all():
-                share = num_examples / (total + num_examples)  # sums of very large numbers would overflow
-                means[name] = (1 - share) * mean + share * values, total + num_examples
-    hidden = {examples_key, "partition-id"}
-    return MetricRecord({name: mean.tolist() for name, (mean, _) in sorted(means.items()) if name not in hidden})
+            if np.isfinite(values).all():
+                sent.setdefault(name, []).append((values, num_examples))
+    means: dict[str, Any] = {}
+    for name in sorted(sent.keys() - {examples_key, "partition-id"}):
+        usual = Counter(values.shape for values, _ in sent[name]).most_common(1)[0][0]
+        mean, total = np.zeros(usual), 0.0
+        for values, num_examples in sent[name]:
+            if values.shape == usual:
+                total += num_examples
+                share = num_examples / total  # sums of very large numbers would overflow
+                mean = (1 - share) * mean + share * values
+        means[name] = mean.tolist()
+    return MetricRecord(means)

@@ -11,6 +11,7 @@ from fedheal.core.layout import Layout
 
 MAX_KEY = 1000  # characters of the name of a record, an array or a metric
 MAX_RECORDS = 64
+MAX_METRICS = 256  # a list is one; names that change every round would fill the server's memory
 MAX_SMALL_BYTES = 2**20  # of names, metrics and configs together
 
 
@@ -44,6 +45,9 @@ class ReplyLimits:
         longest = max(map(len, chain(content, *content.values())), default=0)
         if longest > MAX_KEY:
             return f"the name of a record, array or metric has {longest} characters, at most {MAX_KEY} are allowed"
+        metrics = sum(map(len, content.metric_records.values()))
+        if metrics > MAX_METRICS:
+            return f"it holds {metrics} metrics, at most {MAX_METRICS} are allowed"
         small: list[Mapping[str, Any]] = [*content.config_records.values(), *content.metric_records.values()]
         num_bytes = sum(len(name) + _count_bytes(value) for record in small for name, value in record.items())
         if num_bytes > MAX_SMALL_BYTES:
