@@ -22,6 +22,8 @@ __all__ = ["Parameter", "declare_parameters", "get_parameters"]
 
 Constructor = TypeVar("Constructor", bound=Callable[..., Any])
 
+LARGEST = 1e30  # of a value: it still fits into float32, and torch raises for a larger one
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -82,6 +84,8 @@ class Parameter:
         """
         if not self._allows(value):
             raise ValueError(f"{self.name} = {value!r}: use {self.allowed}")
+        if isinstance(value, int | float) and abs(value) > LARGEST:
+            raise ValueError(f"{self.name} = {value!r}: use a number of at most {LARGEST:g}")
 
     def parse(self, text: str) -> Any:
         """Return the value that `text` stands for, of the type of the default; raise ValueError if there is none."""

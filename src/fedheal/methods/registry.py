@@ -367,7 +367,7 @@ def _set_key(parts: list[Part], key: str, value: Any, name: str) -> list[Part]:
     (i,) = owners
     part = parts[i].set(key, str(value))
     before = parts[i].explicit.get(key, part.explicit[key])
-    if before != part.explicit[key]:
+    if before is not part.explicit[key] and before != part.explicit[key]:  # NaN is not equal to itself
         raise ValueError(f"{key} = {part.explicit[key]} contradicts '{name}', which says {key} = {before}")
     return [*parts[:i], part, *parts[i + 1 :]]
 
