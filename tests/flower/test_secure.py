@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.common import ndarray_to_bytes
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
@@ -166,6 +168,47 @@ def test_malformed_vectors_are_drop_outs():
     assert "cannot be read" in report["skipped"]["partition-1"]
     assert "its vector has shapes [(1,), (5,)], not [(1,), (1207,)] of int64" in report["skipped"]["partition-2"]
     assert report["secure_sum"]["clients"] == 2
+
+
+WEAK_KEY = (
+    ec.generate_private_key(ec.SECP256R1()).public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("key", "make_value", "reason"),
+    [
+        (Key.PUBLIC_KEY_1, lambda old: b"junk", "its key 'pk1' cannot be read"),
+        (Key.PUBLIC_KEY_2, lambda old: b"junk", "its key 'pk2' cannot be read"),
+        (Key.PUBLIC_KEY_2, lambda old: WEAK_KEY, "its key 'pk2' is not of the curve SECP384R1"),
+        (Key.DESTINATION_LIST, lambda old: [5, 6], "not for each of the other nodes, once"),
+        (Key.DESTINATION_LIST, lambda old: [], "not for each of the other nodes, once"),
+        (Key.DESTINATION_LIST, lambda old: [old[0]] * len(old), "not for each of the other nodes, once"),
+        (Key.DESTINATION_LIST, lambda old: [str(node) for node in old], "not for each of the other nodes, once"),
+        (Key.CIPHERTEXT_LIST, lambda old: [b"x"], "it sends 1 key shares for 3 nodes"),
+        (Key.CIPHERTEXT_LIST, lambda old: [1] * len(old), "it sends 3 key shares for 3 nodes"),
+        (Key.SHARE_LIST, lambda old: [b"junk"] * len(old), "has 4 bytes, which no share has"),
+        (Key.SHARE_LIST, lambda old: [share + bytes(16) for share in old], "has 68 bytes, which no share has"),
+        (Key.SHARE_LIST, lambda old: [], "it sends 0 shares of 4 secrets"),
+        (Key.NODE_ID_LIST, lambda old: [1, 2, 3], "not those that it was asked for"),
+    ],
+)
+def test_who_breaks_the_protocol_is_a_drop_out(key, make_value, reason, caplog):
+    def change(partition: int, reply: Message) -> None:
+        config = reply.content.config_records.get(RECORD_KEY_CONFIGS, {})
+        if partition == 1 and key in config:
+            config[key] = make_value(config[key])
+
+    strategy = run(make_grid(4, change=change))
+    report = strategy.history[0].report
+    assert set(report["skipped"]) <= {"partition-1"}
+    assert reason in caplog.text
+    if key in (Key.NODE_ID_LIST, Key.SHARE_LIST):  # its vector is in the sum, and the others' shares unmask it
+        assert report["secure_sum"]["clients"] == 4
+    else:
+        assert reason in report["skipped"]["partition-1"]
+        assert report["secure_sum"]["clients"] == 3
 
 
 def test_a_wrong_vector_of_the_right_shape_leaves_the_model_as_it_was():

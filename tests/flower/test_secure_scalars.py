@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,18 +24,20 @@ from flower.secure_sites import LAYOUT, START, CopyingGrid, make_grid, make_upda
 TAU = 0.6
 
 
-def run(metrics: dict[str, float] | None = None, counters: list[int] | None = None, rounds: int = 1) -> SecureStrategy:
+def run(
+    metrics: dict[str, float] | None = None, counters: list[int] | None = None, rounds: int = 1, **settings: Any
+) -> SecureStrategy:
     """Run four sites, of which the first one claims these values."""
 
     def change(partition: int, reply: Message) -> None:
         if partition or reply.has_error():
             return
-        if "fedheal.sum" in reply.content.metric_records:
-            reply.content.metric_records["fedheal.sum"].update(metrics or {})
+        for record in reply.content.metric_records.values():
+            record.update({name: value for name, value in (metrics or {}).items() if name in record})
         if counters is not None and "fedheal.counters" in reply.content.array_records:
             reply.content["fedheal.counters"] = ArrayRecord({"counters": Array(np.array(counters))})
 
-    strategy = SecureFedHEAL(tau=TAU, fraction_evaluate=0.0)
+    strategy = SecureFedHEAL(tau=TAU, fraction_evaluate=0.0, **settings)
     strategy.start(make_grid(4, change=change), START, num_rounds=rounds)
     return strategy
 
@@ -54,6 +57,16 @@ def test_a_buffer_norm_far_beyond_the_others_is_skipped_and_freezes_nobody(value
     assert wrong in record.report["skipped"]["partition-0"]
     assert record.report["secure_sum"]["clients"] == 3
     assert float((strategy.state.model.buffers - compute_core([1, 2, 3]).buffers).abs().max()) < 1e-7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("examples", [1e-9, 1e11])
+def test_an_extreme_number_of_examples_is_skipped_and_leaves_the_others_sum(examples):
+    strategy = run({"num-examples": examples}, fael=False, max_examples=1e12)
+    (record,) = strategy.history
+    assert set(record.report["skipped"]) == {"partition-0"}
+    assert "too far from it for a secure sum" in record.report["skipped"]["partition-0"]
+    assert record.report["secure_sum"]["clients"] == 3
 
 
 @pytest.mark.parametrize("value", [0.0, 5e-324, 100.0])

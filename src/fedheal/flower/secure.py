@@ -44,7 +44,14 @@ from fedheal.flower.round_log import NodeRound
 from fedheal.flower.secure_cohort import ScalarCohortBuilder, leave_out, select_clients
 from fedheal.flower.secure_mod import BUFFER_NORM, DISTANCE, SecureSumMod, order_to_record
 from fedheal.flower.secure_protocol import NO_REPLY, SumOutcome, sum_vectors
-from fedheal.flower.secure_vector import MAX_CLIENTS, SecureSumError, SecureSums, SumOrder, choose_range
+from fedheal.flower.secure_vector import (
+    MAX_CLIENTS,
+    SecureSumError,
+    SecureSums,
+    SumOrder,
+    choose_range,
+    find_extreme_weights,
+)
 from fedheal.flower.strategy import FairStrategy
 from fedheal.methods import Method
 from fedheal.methods.server_step import ServerStep
@@ -133,6 +140,7 @@ class SecureStrategy(FairStrategy):
         cohort = super()._build_cohort(valid, current)
         if not cohort.updates.clients:
             return cohort
+        cohort = leave_out(cohort, find_extreme_weights(self._weigh(cohort.updates)))
         clients = {reply.node: reply.client for reply in valid if reply.client in cohort.replies}
         failure, dropped = "", {}
         try:
@@ -174,9 +182,7 @@ class SecureStrategy(FairStrategy):
 
     def _plan_sums(self, updates: Updates) -> SecureSums:
         """Weigh these clients, and choose the ranges of their vectors."""
-        state = self.rounds.state
-        weighed = replace(self.rounds.aggregator, reduce=_keep_model).apply(state.model, updates, state.aggregator)
-        weights = dict(zip(updates.clients, weighed.weights.tolist(), strict=True))
+        weights = self._weigh(updates)
         largest = max(weights.values())
         shares = {client: weight / largest for client, weight in weights.items()}
         norms = updates.metrics[DISTANCE].sqrt().tolist()
@@ -185,6 +191,12 @@ class SecureStrategy(FairStrategy):
         plan = SecureSums(shares, weights, choose_range(norms), choose_range(buffer_norms), np.zeros(0))
         plan.compute_error_bound()  # fails here, not after the sum, if the weights cannot be summed
         return plan
+
+    def _weigh(self, updates: Updates) -> dict[str, float]:
+        """Return the clients' weights in this round; the state stays as it is."""
+        state = self.rounds.state
+        weighed = replace(self.rounds.aggregator, reduce=_keep_model).apply(state.model, updates, state.aggregator)
+        return dict(zip(updates.clients, weighed.weights.tolist(), strict=True))
 
     def _make_step(self, cohort: Cohort) -> ServerStep:
         step = super()._make_step(cohort)

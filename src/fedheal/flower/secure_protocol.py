@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.common import FitIns, Parameters, parameters_to_ndarrays
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
-from flwr.compat.common.recorddict_compat import recorddict_to_fitres
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 from flwr.server.compat.legacy_context import LegacyContext
 from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD
 from flwr.server.workflow.constant import Key as WorkflowKey
@@ -23,20 +21,12 @@ from flwr.serverapp import Grid
 
 from fedheal.core.arrays import Floats
 from fedheal.federation.reply_limits import escape_text
-from fedheal.flower.messages import view_array
 from fedheal.flower.secure_masks import server_protocol
+from fedheal.flower.secure_replies import StageReply, count_bytes
 from fedheal.flower.secure_vector import CLIP, LEVELS, MODULUS, SecureSumError
 
 log = logging.getLogger("flwr.fedheal")
 
-# What a reply must hold in each stage.
-REPLIES: dict[str, dict[str, type]] = {
-    Stage.SETUP: {Key.PUBLIC_KEY_1: bytes, Key.PUBLIC_KEY_2: bytes},
-    Stage.SHARE_KEYS: {Key.DESTINATION_LIST: list, Key.CIPHERTEXT_LIST: list},
-    Stage.COLLECT_MASKED_VECTORS: {Key.MASKED_PARAMETERS: list},
-    Stage.UNMASK: {Key.NODE_ID_LIST: list, Key.SHARE_LIST: list},
-}
-MAX_KEY_BYTES = 2**14  # of a reply beside its vector, per client in the sum
 NO_REPLY = "no reply"
 
 Orders = Callable[[Sequence[int]], Mapping[int, RecordDict]]
@@ -156,7 +146,7 @@ class _CheckedGrid:
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         asked = {message.metadata.dst_node_id: message for message in messages}
         stages = {str(m.content.config_records[RECORD_KEY_CONFIGS][Key.STAGE]) for m in asked.values()}
-        self.bytes_sent += sum(_count_bytes(message.content) for message in asked.values())
+        self.bytes_sent += sum(count_bytes(message.content) for message in asked.values())
         stage = stages.pop()
         valid: dict[int, Message] = {}
         problems: dict[int, str] = {}
@@ -165,46 +155,17 @@ class _CheckedGrid:
             if reply.has_error() or node not in asked:
                 problems[node] = escape_text(reply.error.reason if reply.has_error() else "it was not asked")
                 continue
-            self.bytes_received += _count_bytes(reply.content)
-            limit = MAX_KEY_BYTES * len(asked)
-            problem = "it replied twice" if node in valid else self._find_problem(stage, reply.content, limit)
+            self.bytes_received += count_bytes(reply.content)
+            request = asked[node].content.config_records[RECORD_KEY_CONFIGS]
+            check = StageReply(stage, node, asked.keys(), request, self.length)
+            problem = "it replied twice" if node in valid else check.find_problem(reply.content)
             if problem is None:
                 valid[node] = reply
             else:
                 problems[node] = problem
+                log.warning("secure sum: node %d in stage '%s': %s", node, stage, problem)
         for node in problems.keys() & valid.keys():
             del valid[node]
         for node in asked.keys() - valid.keys():
             self.dropped.setdefault(node, f"in stage '{stage}': {problems.get(node, NO_REPLY)}")
         return list(valid.values())
-
-    def _find_problem(self, stage: str, content: RecordDict, limit: int) -> str | None:
-        """Return why a reply cannot be used, or None."""
-        config = content.config_records.get(RECORD_KEY_CONFIGS, ConfigRecord())
-        for key, kind in REPLIES[stage].items():
-            if not isinstance(config.get(key), kind):
-                return f"its reply has no {kind.__name__} '{key}'"
-        is_vector = stage == Stage.COLLECT_MASKED_VECTORS
-        limit += 8 * self.length * is_vector
-        if _count_bytes(content) > limit:
-            return f"its reply has {_count_bytes(content)} bytes, more than {limit}"
-        if not is_vector:
-            return None
-        try:
-            recorddict_to_fitres(content, keep_input=True)
-            arrays = [
-                view_array(Array("", (), "numpy.ndarray", data)) for data in cast(Any, config)[Key.MASKED_PARAMETERS]
-            ]
-        except Exception as error:  # a client's bytes may raise anything
-            return f"its vector cannot be read ({escape_text(error)})"
-        if [(a.shape, a.dtype) for a in arrays] != [((size,), np.dtype(np.int64)) for size in (1, self.length)]:
-            return f"its vector has shapes {[a.shape for a in arrays]}, not {[(1,), (self.length,)]} of int64"
-        return None
-
-
-def _count_bytes(content: RecordDict) -> int:
-    """Return the bytes of a message's arrays, and of texts and bytes in its configs."""
-    values = [value for record in content.config_records.values() for value in record.values()]
-    listed = [item for value in values for item in (value if isinstance(value, list) else [value])]
-    arrays = sum(len(array.data) for record in content.array_records.values() for array in record.values())
-    return arrays + sum(len(item) for item in listed if isinstance(item, str | bytes))

@@ -51,6 +51,30 @@ def choose_range(norms: Iterable[float]) -> float:
     return 2.0 ** math.ceil(math.log2(largest)) if largest > 0 else 1.0
 
 
+def find_extreme_weights(weights: Mapping[str, float]) -> dict[str, str]:
+    """Return the clients to leave out so that the smallest weight is large enough for a sum, with the reason.
+
+    Nobody is left out if it is. Otherwise those far from the median are, above or below it.
+
+    >>> find_extreme_weights({"a": 1.0, "b": 2.0, "c": 1e-9})
+    {'c': 'its weight is 1e-09 times the median of this round, too far from it for a secure sum'}
+    >>> find_extreme_weights({"a": 1.0, "b": 2.0, "c": 1e-6})
+    {}
+    """
+    most = 0.5 * LEVELS / max(len(weights), 1)  # times the smallest weight, so that rounding does not hide it
+    positive = sorted(weight for weight in weights.values() if weight > 0)
+    if not positive or max(positive) < most * min(weights.values()):
+        return {}
+    median = positive[(len(positive) - 1) // 2]
+    ratios = {client: weight / median for client, weight in weights.items()}
+    factor = 0.9 * math.sqrt(most)
+    return {
+        client: f"its weight is {ratio:.3g} times the median of this round, too far from it for a secure sum"
+        for client, ratio in ratios.items()
+        if not 1 / factor < ratio < factor
+    }
+
+
 def encode_share(order: SumOrder, delta: Floats, kept: NDArray[np.bool_], buffers: Floats) -> Floats:
     """Return a client's part of the sum, as multiples of `2 / LEVELS`, which Flower does not round again.
 
