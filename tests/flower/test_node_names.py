@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedheal.flower import FairStrategy, FedHEAL, client
@@ -22,6 +22,9 @@ def make_app() -> ClientApp:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         model = {"w": client.read_model(message)["w"] + 1.0}
+        if not context.node_config:  # a stock client
+            content = {"arrays": ArrayRecord(model), "metrics": MetricRecord({"num-examples": 10})}
+            return Message(RecordDict(content), reply_to=message)
         return client.reply(message, context, model, 10)
 
     return app
@@ -52,6 +55,15 @@ def run(grid: LocalGrid, rounds: int, **settings: Any) -> FairStrategy:
 
 
 SITES = {1: "c1", 2: "c2", 3: "c3"}
+
+
+def test_a_node_cannot_take_the_default_name_of_another():
+    """Node 2 gives no name, so it is called after its id. A site may have such a name if no other node has that id."""
+    grid = LocalGrid(make_app(), {1: {"name": "node-2"}, 2: {}, 3: {"name": "node-7"}})
+    strategy = run(grid, rounds=2)
+    for record in strategy.history:
+        assert record.weights.keys() == {"node-2", "node-7"}
+        assert "as another node is called" in record.report["skipped"]["node-1"]
 
 
 def test_a_node_that_returns_gets_its_name_back():

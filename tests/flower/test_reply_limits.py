@@ -10,15 +10,18 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 
 from fedheal import Layout
 from fedheal.federation.extra_checks import check_extras
 from fedheal.federation.replies import RejectedReply, TrainReply
 from fedheal.federation.reply_limits import MAX_NAME, find_far_norms
-from fedheal.flower import FedHEAL
+from fedheal.flower import FairStrategy, FedHEAL, client
+from fedheal.flower.messages import RoundInstructions
 from fedheal.flower.reply_reader import _check_term_messages, average_metrics
 from fedheal.runs import folder as records
+from flower.local_grid import LocalGrid
 from flower.sites import Sites
 from flower.test_bad_replies import (
     BAD,
@@ -238,6 +241,28 @@ def test_a_huge_running_mean_does_not_end_a_run_with_total_variance():
     strategy, name = run_with_bad_replies(change_arrays(fill_array("body.1.running_mean", 1e30)), method)
     assert "'body.1.running_mean' holds 1e+30, beyond 1e+15" in strategy.history[1].report["skipped"][name]
     assert torch.equal(strategy.state.model.buffers, run_without_reply(method)[1])
+
+
+def test_buffers_that_overflow_together_leave_the_model_as_it_was():
+    """In float16 the variance of one client's running mean overflows, although the mean does not."""
+    module = torch.nn.BatchNorm1d(4).half()
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        model = client.read_model(message)
+        if context.node_config["name"] == "bad" and RoundInstructions.from_message(message).round == 2:
+            model["running_mean"] += 3e4
+        return client.reply(message, context, {name: value + 1 for name, value in model.items()}, 10)
+
+    grid = LocalGrid(app, {i: {"name": name} for i, name in enumerate(("a", "b", "bad"), 1)})
+    strategy = FairStrategy("fedheal+total-variance", model=module, fraction_evaluate=0.0)
+    strategy.start(grid, ArrayRecord(module.state_dict()), num_rounds=3)
+    first, second, third = strategy.history
+    assert "overflow torch.float16" in second.report["unmoved"]
+    assert "unmoved" not in first.report | third.report
+    assert strategy.state.model.counters.item() == 2  # of the two rounds that count
+    assert len(third.weights) == 3
 
 
 def test_a_constant_buffer_of_the_model_may_be_large():

@@ -67,6 +67,14 @@ class Aggregated:
         return f"Aggregated(model={model}, weights={weights}, report={list(self.report)})"
 
 
+class ModelOverflow(ValueError):
+    """The new model would not be finite, although every update is. `result` has the old model."""
+
+    def __init__(self, reason: str, result: Aggregated) -> None:
+        super().__init__(reason)
+        self.result = result
+
+
 @dataclass(frozen=True)
 class Aggregator:
     """Stages and a reducer as one pure function of arrays.
@@ -115,8 +123,8 @@ class Aggregator:
 
         Raises:
             BadUpdate: A client's update cannot be used, and `on_bad_update` is `"raise"`.
-            ValueError: Model, updates or state do not fit this aggregator, or the new model would not be finite; a user's
-                own stage or reducer failed (`CustomPartError`).
+            ValueError: Model, updates or state do not fit this aggregator; the new model would not be finite
+                (`ModelOverflow`); a user's own stage or reducer failed (`CustomPartError`).
             TypeError: Model or updates are of another type.
         """
         check_type(
@@ -140,7 +148,7 @@ class Aggregator:
             rows = np.array(sorted(good, key=lambda row: updates.clients[row]), np.int64)
             try:
                 new_model, *columns, after, report = self._aggregate(packed, updates, rows, state, donate)
-                _check_result(new_model, packed, updates, rows, is_checked)
+                overflow = _check_result(new_model, packed, updates, rows, is_checked)
                 break
             except NonFinite as error:  # the state is still as it was
                 bad |= dict.fromkeys(error.rows, error.reason)
@@ -152,9 +160,12 @@ class Aggregator:
         weights = torch.from_numpy(by_client)
         skipped = dict(updates.refused) | {updates.clients[row]: why for row, why in bad.items()}
         report = {"skipped": skipped, **report}
-        return Aggregated(
+        result = Aggregated(
             model=new_model, weights=weights[0], unnormalised_weights=weights[1], state=after, report=report
         )
+        if overflow:
+            raise ModelOverflow(overflow, replace(result, model=model))
+        return result
 
     def _must_check_first(self) -> bool:
         """Return whether model and buffers must be checked before they are used.
@@ -253,8 +264,8 @@ def _final_weights(draft: Draft) -> tuple[Floats, Floats]:
     return normalise_weights(weights), unnormalised_weights
 
 
-def _check_result(new_model: Packed, model: Packed, updates: Updates, rows: Integers, is_checked: bool) -> None:
-    """Raise if the new model is not finite: `NonFinite` if clients are at fault, else ValueError for an overflow.
+def _check_result(new_model: Packed, model: Packed, updates: Updates, rows: Integers, is_checked: bool) -> str:
+    """Return why the new model overflows, or an empty string. Raise `NonFinite` if clients are at fault.
 
     An overflow is never skipped: the stages have counted these updates already, and each of them may be valid. Unless
     `is_checked`, the old model and the buffers of the updates are checked, too.
@@ -272,4 +283,5 @@ def _check_result(new_model: Packed, model: Packed, updates: Updates, rows: Inte
                 updates.clients[row] for row, own in zip(rows, own_models, strict=True) if not reduce.is_finite(own)
             ]
             hint = f"; the models of {', '.join(map(repr, clients))} do not fit it by themselves" if clients else ""
-            raise ValueError(f"this round would make the global model's {name} overflow {dtype}{hint}")
+            return f"this round would make the global model's {name} overflow {dtype}{hint}"
+    return ""

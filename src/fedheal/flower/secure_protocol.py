@@ -22,7 +22,7 @@ from flwr.serverapp import Grid
 from fedheal.core.arrays import Floats
 from fedheal.federation.reply_limits import escape_text
 from fedheal.flower.secure_masks import server_protocol
-from fedheal.flower.secure_replies import StageReply, count_bytes
+from fedheal.flower.secure_replies import StageReply, count_reply_bytes
 from fedheal.flower.secure_vector import CLIP, LEVELS, MODULUS, SecureSumError
 
 log = logging.getLogger("flwr.fedheal")
@@ -146,7 +146,7 @@ class _CheckedGrid:
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         asked = {message.metadata.dst_node_id: message for message in messages}
         stages = {str(m.content.config_records[RECORD_KEY_CONFIGS][Key.STAGE]) for m in asked.values()}
-        self.bytes_sent += sum(count_bytes(message.content) for message in asked.values())
+        self.bytes_sent += sum(count_reply_bytes(message.content) for message in asked.values())
         stage = stages.pop()
         valid: dict[int, Message] = {}
         problems: dict[int, str] = {}
@@ -155,7 +155,7 @@ class _CheckedGrid:
             if reply.has_error() or node not in asked:
                 problems[node] = escape_text(reply.error.reason if reply.has_error() else "it was not asked")
                 continue
-            self.bytes_received += count_bytes(reply.content)
+            self.bytes_received += count_reply_bytes(reply.content)
             request = asked[node].content.config_records[RECORD_KEY_CONFIGS]
             check = StageReply(stage, node, asked.keys(), request, self.length)
             problem = "it replied twice" if node in valid else check.find_problem(reply.content)

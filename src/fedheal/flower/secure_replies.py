@@ -56,8 +56,8 @@ class StageReply:
                 return f"its reply has no {kind.__name__} '{key}'"
         is_vector = self.stage == Stage.COLLECT_MASKED_VECTORS
         limit = MAX_KEY_BYTES * len(self.asked) + 8 * self.length * is_vector
-        if count_bytes(content) > limit:
-            return f"its reply has {count_bytes(content)} bytes, more than {limit}"
+        if count_reply_bytes(content) > limit:
+            return f"its reply has {count_reply_bytes(content)} bytes, more than {limit}"
         if self.stage == Stage.SETUP:
             return _find_bad_key(config)
         if self.stage == Stage.SHARE_KEYS:
@@ -108,7 +108,7 @@ def _find_bad_key(config: Any) -> str | None:
     return None
 
 
-def count_bytes(content: RecordDict) -> int:
+def count_reply_bytes(content: RecordDict) -> int:
     """Return the bytes of a message's arrays, and of texts and bytes in its configs."""
     values = [value for record in content.config_records.values() for value in record.values()]
     listed = [item for value in values for item in (value if isinstance(value, list) else [value])]

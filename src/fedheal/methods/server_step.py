@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fedheal.aggregate import Aggregated, Aggregator
+from fedheal.aggregate.aggregator import Aggregated, Aggregator, ModelOverflow
 from fedheal.aggregate.reduce import is_finite
 from fedheal.aggregate.server_optimizer import Server, check_plain_server
 from fedheal.aggregate.validate import NON_FINITE, BadUpdate
@@ -83,8 +83,11 @@ def apply_server_step(
 
     `lost_slots`: clients whose slots are gone. What they had added to a term's sums is unknown, so these sums begin anew.
     """
+    overflow = ""
     try:
         aggregated = step.aggregator.apply(state.model, updates, state.aggregator, donate=True)
+    except ModelOverflow as error:
+        aggregated, overflow = error.result, str(error)
     except BadUpdate as error:
         raise BadUpdate(_name_custom_terms(step.terms, state.round + 1, error.reasons)) from None
     skipped = aggregated.report["skipped"]
@@ -92,8 +95,8 @@ def apply_server_step(
     unmoved = replace(state, round=state.round + 1, aggregator=aggregated.state)
     # If a term does not take part in the step, clients must not change their part of its state either.
     kept = StepOutcome(unmoved, aggregated, accepted, absorbed=() if step.terms else accepted)
-    if not aggregated.weights.numpy().any():
-        return kept
+    if overflow or not aggregated.weights.numpy().any():
+        return replace(kept, refusal=overflow)
     stepped, moments = step.optimizer.apply(state.model, aggregated.model, state.server)
     restarts = any(term.sums_slots for term in step.terms) and not set(lost_slots).isdisjoint(accepted)
     model, terms = _absorb(step, state, stepped, updates, aggregated, replies, accepted, num_clients, restarts)

@@ -18,6 +18,7 @@ from fedheal import methods
 from fedheal.aggregate.server_optimizer import BETA2, EPS, SERVER_DEFAULTS
 from fedheal.core.errors import describe_allowed, name_value, suggest
 from fedheal.core.nested_text import parse_toml
+from fedheal.core.parameter import LARGEST
 from fedheal.core.rng import SEED_FIELDS, SOURCES
 from fedheal.data.on_disk import FOLDER_PREFIX
 from fedheal.data.partition import Skew
@@ -29,7 +30,6 @@ from fedheal.runs.schema import FREE, LATER_SETTINGS
 from fedheal.simulate.objects import DataObject, ModelObject, wrap_objects
 
 RUN_NAME_LENGTH = 120
-LARGEST_RATE = 1e15  # AdamW multiplies the learning rate and the weight decay, and torch raises beyond float32
 SERVER_FIELDS = {f"server_{name}": name for name in ("optimizer", "lr", "momentum", "beta2", "eps")}
 # Fields that may have one value for each domain.
 PER_DOMAIN: dict[str, type] = {"clients_per_domain": int, "samples_per_client": int, "fraction": float}
@@ -88,13 +88,13 @@ class Experiment(BaseModel):
     steps: int | None = Field(None, ge=1)
     batch_size: int = Field(64, ge=1, le=2**31)
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
-    lr: float = Field(0.001, gt=0, le=LARGEST_RATE)
+    lr: float = Field(0.001, gt=0, le=LARGEST)
     lr_schedule: Literal["constant", "cosine", "step", "exponential"] = "constant"  # over the rounds
     lr_decay: float | None = Field(None, gt=0, le=1)  # the factor of step and exponential
     lr_decay_every: int | None = Field(None, ge=1)  # rounds from one decay of step to the next
     warmup_rounds: int = Field(0, ge=0)
     momentum: float = Field(0.9, ge=0, lt=1)
-    weight_decay: float = Field(1e-5, ge=0, le=LARGEST_RATE)
+    weight_decay: float = Field(1e-5, ge=0, le=1e6)  # AdamW multiplies it by lr, and torch raises beyond float32
     augment: Literal["none", "crop", "flip", "crop-flip"] = "none"
     server_optimizer: Literal["sgd", "adam", "yogi", "adagrad"] = "sgd"
     server_lr: float = Field(1.0, gt=0)
