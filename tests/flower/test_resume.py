@@ -10,7 +10,7 @@ import tomllib
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 from typer.testing import CliRunner
 
 from fedheal import methods
@@ -305,6 +305,28 @@ def test_placement_and_name_cannot_change_on_resume(tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             Uniform(folder=tmp_path / "run", resume=True, **keys).start(sites.grid(), sites.initial, num_rounds=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda model: {**model, "w": torch.zeros(4)}, r"'w' of float32 \[3\], and this one has 'w' of float32 \[4\]"),
+        (
+            lambda model: {**model, "w": model["w"].half()},
+            r"'w' of float32 \[3\], and this one has 'w' of float16 \[3\]",
+        ),
+        (lambda model: {"v": model["w"], "b": model["b"]}, r"no 'v', and this one has 'v' of float32 \[3\]"),
+        (lambda model: {**model, "v": torch.zeros(1)}, r"no 'v', and this one has 'v' of float32 \[1\]"),
+        (lambda model: {"w": model["w"]}, r"'b' of float32 \[1\], and this one has no 'b'"),
+    ],
+)
+def test_another_model_is_rejected_by_its_tensors(tmp_path, change, words):
+    model = {"w": torch.zeros(3), "b": torch.zeros(1)}
+    FedHEAL(folder=tmp_path / "run").begin(ArrayRecord(model))
+    again = FedHEAL(folder=tmp_path / "run", resume=True)
+    with pytest.raises(ValueError, match=rf"holds a federation whose model has {words}: start from that model"):
+        again.begin(ArrayRecord(change(model)))
+    assert FedHEAL(folder=tmp_path / "run", resume=True).begin(ArrayRecord(model))
 
 
 def test_a_folder_that_cannot_be_resumed_is_rejected(tmp_path):

@@ -46,6 +46,8 @@ from fedheal.version import __version__
 # Settings that the later rounds of a folder must share with the earlier ones; so must the model's shapes.
 DECISIVE_SETTINGS = ("method", "algorithm", "terms", "seed", "server", "masked", "tau")
 
+TENSORS = "tensors"  # the model's, by name: dtype and shape
+
 _locks: dict[Path, BaseFileLock] = {}  # held by this process
 
 
@@ -56,6 +58,10 @@ def check_folder_settings(folder: object, resume: bool) -> None:
     check_switch("resume", resume)
     if resume and folder is None:
         raise ValueError("resume = True needs folder: give the folder of the run to continue, or leave out resume")
+
+
+def _describe_tensor(name: str, tensors: Mapping[str, str]) -> str:
+    return f"'{name}' of {tensors[name]}" if name in tensors else f"no '{name}'"
 
 
 @dataclass
@@ -99,7 +105,8 @@ class RunFolder(Generic[K]):
         Returns:
             The newest state, what the server knew about clients, and the rounds; None if the folder holds no round.
         """
-        self.settings = dict(settings)
+        tensors = {e.name: f"{str(e.dtype).removeprefix('torch.')} {list(e.shape)}" for e in layout.entries}
+        self.settings = {**settings, TENSORS: tensors}
         self.settle()
         shapes = [(e.name, e.kind, e.shape, str(e.dtype)) for e in layout.entries]
         decisive = [self.settings.get(key) for key in DECISIVE_SETTINGS]
@@ -142,13 +149,24 @@ class RunFolder(Generic[K]):
         return load_newest_checkpoint(self.path, self.owner, self.framework.log, allow_gaps=True, max_unsaved=1)
 
     def _check_settings(self, toml: Path) -> None:
-        """Raise ValueError that names a changed setting. The checkpoints' owner is checked too, but tells no names."""
+        """Raise ValueError that names a changed setting or tensor. The owner of checkpoints is checked too, without names."""
         before = files.read_toml(toml)
         now = tomllib.loads(tomli_w.dumps(self.settings))
         for key in ("framework", *DECISIVE_SETTINGS):
             if before.get(key) != now.get(key):
                 problem = f"{self.path} holds a federation with {key} = {before.get(key)!r}, not {now.get(key)!r}"
                 raise ValueError(f"{problem}: restore that setting, or give another folder")
+        old, new = before.get(TENSORS), now[TENSORS]
+        if not isinstance(old, dict):  # an older folder lacks them
+            return
+        for name in [*new, *(old.keys() - new.keys())]:
+            if old.get(name) != new.get(name):
+                problem = (
+                    f"whose model has {_describe_tensor(name, old)}, and this one has {_describe_tensor(name, new)}"
+                )
+                raise ValueError(
+                    f"{self.path} holds a federation {problem}: start from that model, or give another folder"
+                )
 
     def count_rounds(self) -> int:
         return max((int(path.stem) for path in files.list_checkpoints(self.path) if path.stem.isdigit()), default=0)
