@@ -135,6 +135,13 @@ def test_a_node_keeps_its_name_during_a_run(tmp_path):
     assert again.history[-1].weights[sites.names[2]] > 0
 
 
+def test_a_client_cannot_add_a_domain_or_change_to_that_of_another():
+    strategy, name = run_with_bad_replies(set_client_info(domain="elsewhere"), "fedheal")
+    assert "and now 'elsewhere': a client keeps its domain" in strategy.history[1].report["skipped"][name]
+    assert strategy.history[2].weights[name] > 0
+    assert "elsewhere" not in strategy.federation.client_domains.values()
+
+
 def change_messages(value: float) -> Spoil:
     def spoil(reply: Message) -> list[Message]:
         record = reply.content["fedheal.messages"]

@@ -157,6 +157,9 @@ class NodeRegistry:
         bad_name = find_bad_name("name", client) or find_bad_name("domain", domain)
         if bad_name is None and known not in (None, client) and node in self._named_in_this_run:
             bad_name = f"its node is '{known}' and now calls itself '{client}': a node keeps its name during a run"
+        usual = client_domains.get(client, client)
+        if bad_name is None and usual not in (client, domain) and node in self._named_in_this_run:
+            bad_name = f"its domain is '{usual}' and now '{domain}': a client keeps its domain during a run"
         default = re.fullmatch(r"node-(\d+)", client) if bad_name is None else None
         if default and int(default[1]) != node and int(default[1]) in requests.nodes:
             bad_name = f"it calls itself '{client}', as another node is called that gives no name"
