@@ -22,7 +22,7 @@ from flwr.serverapp import Grid
 from fedheal.core.arrays import Floats
 from fedheal.federation.reply_limits import escape_text
 from fedheal.flower.secure_masks import server_protocol
-from fedheal.flower.secure_replies import StageReply, count_reply_bytes
+from fedheal.flower.secure_replies import ExpectedReply, count_reply_bytes
 from fedheal.flower.secure_vector import CLIP, LEVELS, MODULUS, SecureSumError
 
 log = logging.getLogger("flwr.fedheal")
@@ -157,8 +157,8 @@ class _CheckedGrid:
                 continue
             self.bytes_received += count_reply_bytes(reply.content)
             request = asked[node].content.config_records[RECORD_KEY_CONFIGS]
-            check = StageReply(stage, node, asked.keys(), request, self.length)
-            problem = "it replied twice" if node in valid else check.find_problem(reply.content)
+            expected = ExpectedReply(stage, node, asked.keys(), request, self.length)
+            problem = "it replied twice" if node in valid else expected.find_problem(reply.content)
             if problem is None:
                 valid[node] = reply
             else:

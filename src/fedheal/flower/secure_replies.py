@@ -31,8 +31,8 @@ SEED_SHARE_BYTES = INDEX_BYTES + 3 * BLOCK_BYTES  # of a seed of 32 bytes, which
 
 
 @dataclass(frozen=True)
-class StageReply:
-    """A reply that a node owes.
+class ExpectedReply:
+    """What the server expects of a node in a stage.
 
     Attributes:
         stage: The stage of the protocol.
