@@ -19,9 +19,8 @@ from fedheal.engine.workers import WorkerPool
 
 __all__ = ["Engine", "check_engine", "describe_engine", "open_engine"]
 
-THREADS_PER_CORE = (
-    4  # at most: a run made on a larger machine may be repeated, but hundreds of threads stop a small one
-)
+# At most. So a run made on a larger machine can be repeated, but hundreds of threads cannot stop a small one.
+THREADS_PER_CORE = 4
 
 
 class Engine(Protocol):
