@@ -168,10 +168,34 @@ def test_a_bad_reply_leaves_the_rest_the_mean():
     assert skipped == {"d": "its buffers hold NaN or infinity"}
 
 
-def test_an_update_whose_square_overflows_counts():
-    replies = [make_reply("a", 1), spoil(make_reply("b", 2), 1e30), make_reply("c", 3)]
-    assert compare_with_matrix(replies) == (False, {})
-    assert build_cohort(replies, MODEL, LAYOUT, None, None).find_far_norms().keys() == {"b"}
+@pytest.mark.parametrize("method", ["uniform", "fedavg+fphl", "fedheal"])
+@pytest.mark.parametrize("value", [1e4, 1e19, 1e30, -3e38])  # the square of 1e19 is as large as float32 can hold
+def test_a_diverged_update_is_left_out_as_if_its_client_were_absent(method, value):
+    replies = [make_reply("a", 1), spoil(make_reply("b", 2), value), make_reply("c", 3)]
+    _, skipped = compare_with_matrix(replies, method)
+    assert skipped.keys() == {"b"}
+    assert skipped["b"].startswith(f"its training has diverged: its update has norm {abs(value):.4g}; the median of")
+    outcomes = []
+    for present in (replies, [replies[0], replies[2]]):
+        aggregator = replace(methods.get(method).aggregator, on_bad_update="skip")
+        cohort = build_cohort(present, MODEL, LAYOUT, None, None)
+        outcomes.append(aggregator.apply(MODEL, cohort.updates, aggregator.init(LAYOUT)))
+    assert torch.equal(outcomes[0].model.params, outcomes[1].model.params)
+    assert outcomes[0].weights[[0, 2]].tolist() == outcomes[1].weights.tolist()
+
+
+def test_an_update_is_diverged_only_if_it_is_far_from_the_others_and_from_the_model():
+    model_norm = float(MODEL.params.norm())
+    replies = [make_reply("a", 1), make_reply("b", 2), make_reply("c", 3)]
+    median = sorted(build_cohort(replies, MODEL, LAYOUT, None, None).get_norms().values())[1]
+    assert 1000 * median > 10 * model_norm
+    between = spoil(replies[1], 500 * median)  # more than ten times the model, but of the order of the others
+    assert compare_with_matrix([replies[0], between, replies[2]])[1] == {}
+    still = [make_reply(client, 1, scale=1e-6) for client in "ac"]  # they have nothing left to learn
+    newcomer = spoil(replies[1], 5 * model_norm)
+    assert compare_with_matrix([still[0], newcomer, still[1]])[1] == {}
+    beyond = spoil(replies[1], 20 * model_norm)
+    assert compare_with_matrix([still[0], beyond, still[1]])[1].keys() == {"b"}
 
 
 @pytest.mark.parametrize("max_norm", [10.0, "auto"])

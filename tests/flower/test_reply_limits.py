@@ -206,9 +206,8 @@ def test_an_absurd_metric_that_the_method_needs_costs_its_client_the_round(metho
 
 
 @pytest.mark.parametrize("budget", [None, 0])
-@pytest.mark.parametrize("value", [50, 1e25])
-def test_a_norm_far_above_the_median_is_warned_of_and_left_out_if_asked(budget, value, caplog):
-    far = change_arrays(set_array("head.bias", Array(np.full(3, value, np.float32))))
+def test_a_norm_far_above_the_median_is_warned_of_and_left_out_if_asked(budget, caplog):
+    far = change_arrays(set_array("head.bias", Array(np.full(3, 50, np.float32))))
     warned, name = run_with_bad_replies(far, budget=budget)
     assert list(warned.history[1].report["far_norms"]) == [name]
     assert re.search(
@@ -219,6 +218,19 @@ def test_a_norm_far_above_the_median_is_warned_of_and_left_out_if_asked(budget, 
     assert "times the median of this round, and max_norm is 'auto'" in bounded.history[1].report["skipped"][name]
     assert torch.equal(bounded.state.model.params, run_without_reply()[0])
     assert all("far_norms" not in record.report for record in bounded.history)
+
+
+@pytest.mark.parametrize("budget", [None, 0])
+@pytest.mark.parametrize("method", ["fedavg", "fedheal", "scaffold"])
+@pytest.mark.parametrize("value", [1e6, 1e19, 3e38])
+def test_a_diverged_update_costs_its_client_the_round_and_nobody_else(method, value, budget, caplog):
+    huge = change_arrays(set_array("head.bias", Array(np.full(3, value, np.float32))))
+    strategy, name = run_with_bad_replies(huge, method, budget=budget)
+    assert strategy.history[1].report["skipped"][name].startswith("its training has diverged: its update has norm ")
+    assert f"'{name}' is skipped: its training has diverged" in caplog.text
+    assert all("far_norms" not in record.report for record in strategy.history)
+    assert torch.equal(strategy.state.model.params, run_without_reply(method)[0])
+    assert strategy.history[2].weights[name] > 0
 
 
 FAR_EXTRAS = {

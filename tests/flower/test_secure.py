@@ -230,7 +230,8 @@ def test_a_wrong_vector_of_the_right_shape_leaves_the_model_as_it_was():
         ({}, {"buffer-norm": -1.0}, "'buffer-norm' must be a number from 0"),
         ({}, {"distance": 1e11}, "beyond 1e+10"),
         ({"max_norm": 50.0}, {"distance": 1e4}, "norm 100, more than max_norm = 50"),
-        ({"max_norm": "auto"}, {"distance": 1e6}, "times the median of this round"),
+        ({"max_norm": "auto"}, {"distance": 1e4}, "times the median of this round"),
+        ({}, {"distance": 1e8}, "its training has diverged: its update has norm 1e+04"),
     ],
 )
 def test_scalars_that_cannot_be_right_are_rejected(settings, change, reason):

@@ -14,6 +14,7 @@ from fedheal.aggregate.draft import Draft
 from fedheal.aggregate.stage import Stage, call_custom
 from fedheal.aggregate.validate import (
     NON_FINITE_BUFFERS,
+    BadRows,
     BadUpdate,
     NonFinite,
     find_bad_updates,
@@ -141,6 +142,7 @@ class Aggregator:
         if is_checked:
             are_finite = reduce.find_finite(*_list_inputs(packed, updates))
             bad = dict.fromkeys(_find_bad_buffers(are_finite, updates), NON_FINITE_BUFFERS) | bad
+            bad = updates.find_diverged_rows() | bad
         while True:
             if bad and self.on_bad_update == "raise":
                 raise BadUpdate({updates.clients[row]: bad[row] for row in sorted(bad)})
@@ -150,8 +152,8 @@ class Aggregator:
                 new_model, *columns, after, report = self._aggregate(packed, updates, rows, state, donate)
                 overflow = _check_result(new_model, packed, updates, rows, is_checked)
                 break
-            except NonFinite as error:  # the state is still as it was
-                bad |= dict.fromkeys(error.rows, error.reason)
+            except BadRows as error:  # the state is still as it was
+                bad |= error.reasons
         self._warn_of_missing_buffers(updates, state.sizes)
         if not isinstance(model, Packed):
             new_model = new_model.params.numpy() if isinstance(model, np.ndarray) else new_model.params
@@ -191,7 +193,7 @@ class Aggregator:
     def _aggregate(
         self, model: Packed, updates: Updates, rows: Integers, state: AggregatorState, donate: bool
     ) -> tuple[Any, Floats, Floats, AggregatorState, dict[str, Any]]:
-        """Return model, weights, unnormalised weights, state and report. Raise `NonFinite` if a row is not finite."""
+        """Return model, weights, unnormalised weights, state and report. Raise `BadRows` if rows cannot count."""
         if len(rows) == 0:
             return _copy_model(model), np.zeros(0), np.zeros(0), state, {}
         kernel = kernels.choose_kernel(self.kernel, updates.no_rows)
@@ -265,7 +267,7 @@ def _final_weights(draft: Draft) -> tuple[Floats, Floats]:
 
 
 def _check_result(new_model: Packed, model: Packed, updates: Updates, rows: Integers, is_checked: bool) -> str:
-    """Return why the new model overflows, or an empty string. Raise `NonFinite` if clients are at fault.
+    """Return why the new model overflows, or an empty string. Raise `BadRows` if clients are at fault.
 
     An overflow is never skipped: the stages have counted these updates already, and each of them may be valid. Unless
     `is_checked`, the old model and the buffers of the updates are checked, too.
@@ -274,6 +276,10 @@ def _check_result(new_model: Packed, model: Packed, updates: Updates, rows: Inte
     of_params, of_buffers, *of_inputs = reduce.find_finite(new_model.params, new_model.buffers, *inputs)
     if of_inputs and (bad := set(_find_bad_buffers(of_inputs, updates)).intersection(rows.tolist())):
         raise NonFinite(sorted(bad), NON_FINITE_BUFFERS)
+    if not is_checked:
+        diverged = updates.find_diverged_rows()
+        if counted := diverged.keys() & set(rows.tolist()):
+            raise BadRows({row: diverged[row] for row in sorted(counted)})
     for name, is_finite in (("params", of_params), ("buffers", of_buffers)):
         if not is_finite:
             kernels.reference.check_finite(updates.deltas, rows)

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from fedheal.aggregate.draft import CountMask, Draft, SoftMask
-from fedheal.aggregate.validate import NonFinite
+from fedheal.aggregate.validate import BadRows
 from fedheal.core.arrays import Floats
 from fedheal.core.errors import CustomPartError, add_article, check_returned, frame_error, name_if_custom, name_part
 from fedheal.core.layout import Layout
@@ -123,7 +123,7 @@ def call_custom(what: str, name: str, function: Callable[..., Any], *args: Any) 
     """Call a part of an aggregator. If it is a user's own, with a name, raise `CustomPartError` for what it raises."""
     try:
         return function(*args)
-    except (NonFinite, CustomPartError):  # the first is for the aggregator, which then leaves clients out
+    except (BadRows, CustomPartError):  # the first is for the aggregator, which then leaves clients out
         raise
     except Exception as error:
         if not name:

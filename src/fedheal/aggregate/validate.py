@@ -1,7 +1,7 @@
 """Which clients' updates are unusable, and why.
 
 `find_bad_updates` finds what can be seen without reading updates and buffers. NaN and infinity inside them are found by the
-kernels and by a check of the new model, which raise `NonFinite` with the rows at fault; `Aggregator.apply` then refuses the
+kernels and by a check of the new model, which raise `BadRows` with the rows at fault; `Aggregator.apply` then refuses the
 round or leaves those clients out.
 """
 
@@ -36,12 +36,23 @@ class BadUpdate(ValueError):
         return type(self), (self.reasons,)
 
 
-class NonFinite(Exception):
+class BadRows(Exception):
+    """These rows of the updates cannot count, each for its reason. The state is still as it was."""
+
+    def __init__(self, reasons: Mapping[int, str]) -> None:
+        super().__init__(f"rows {list(reasons)} cannot count")
+        self.reasons = dict(reasons)
+
+
+class NonFinite(BadRows):
     """These rows of the updates hold NaN or infinity, or entries whose squares overflow; or their buffers do."""
 
     def __init__(self, rows: Sequence[int], reason: str = NON_FINITE) -> None:
-        super().__init__(f"rows {list(rows)} are not finite")
-        self.rows, self.reason = tuple(int(row) for row in rows), reason
+        super().__init__({int(row): reason for row in rows})
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return tuple(self.reasons)
 
 
 def find_bad_updates(updates: Updates, sizes: Sizes, needs: frozenset[str]) -> dict[int, str]:

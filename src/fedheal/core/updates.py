@@ -120,6 +120,13 @@ class Updates:
         """
         return None
 
+    def find_diverged_rows(self) -> dict[int, str]:
+        """Return the rows that are too long for a training that converges, each with the reason; here none is checked.
+
+        In a simulation a training that diverges is a result. In a federation it is one client's fault.
+        """
+        return {}
+
     @staticmethod
     def from_modules(
         received: nn.Module,

@@ -44,7 +44,7 @@ class OpenRound:
         aggregated, clients = outcome.aggregated, cohort.updates.clients
         skipped = {**problems, **cohort.skipped, **{str(c): str(w) for c, w in aggregated.report["skipped"].items()}}
         self.report = dict(aggregated.report) | {"skipped": skipped, "missing": missing}
-        if far_norms := cohort.find_far_norms():
+        if far_norms := {c: why for c, why in cohort.find_far_norms().items() if c in outcome.accepted}:
             self.report["far_norms"] = far_norms
         if outcome.is_refused:
             self.report["unmoved"] = outcome.refusal

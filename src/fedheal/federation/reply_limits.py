@@ -1,6 +1,6 @@
 """Bounds on what a client sends, checked before anything of it is kept, shown or recorded."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,11 @@ MAX_COUNTER_STEP = 10**9  # in one round: more batches than a client trains
 MAX_BUFFER = 1e15  # of a running statistic: squares of it stay finite in float32
 
 NORM_FACTOR = 10.0  # times the cohort's median: a norm above that is warned of, and left out with max_norm="auto"
-# The same for buffers and for the messages of local terms, which differ more between honest clients of different domains.
+# A training whose update is longer than both of these allow has diverged. A new site may move much further than sites that have
+# nothing left to learn, but not by several times the model itself.
+DIVERGED_FACTOR = 1000.0  # times the cohort's median
+DIVERGED_SHARE = 10.0  # times the norm of the model that it was sent
+# As NORM_FACTOR, for buffers and for the messages of local terms: these differ more between clients of different domains.
 EXTRA_FACTOR = 1000.0
 MIN_NORMS = 3  # between two clients nobody can say which one is far off
 
@@ -73,4 +77,28 @@ def find_far_norms(norms: Mapping[str, float], factor: float = NORM_FACTOR) -> d
         client: f"norm {norm:.4g}, {norm / median:.3g} times the median of this round"
         for client, norm in norms.items()
         if median > 0 and norm > factor * median
+    }
+
+
+def find_diverged(norms: Mapping[str, float], measure_model: Callable[[], float]) -> dict[str, str]:
+    """Return the clients whose training has diverged, by the norms of their updates, with the reason.
+
+    Args:
+        norms: By client, the norm of its update.
+        measure_model: Returns the norm of the model that the clients were sent; called only if an update is far off.
+
+    >>> find_diverged({"a": 1.0, "b": 2.0, "c": 5e4}, lambda: 80.0)
+    {'c': 'its training has diverged: its update has norm 5e+04; the median of this round is 2, the norm of the model 80'}
+    >>> find_diverged({"a": 1e-6, "b": 1e-6, "newcomer": 50.0}, lambda: 80.0)
+    {}
+    """
+    ordered = sorted(norms.values())
+    median = ordered[(len(ordered) - 1) // 2] if ordered else 0.0
+    far = {client: norm for client, norm in norms.items() if norm > DIVERGED_FACTOR * median}
+    model_norm = measure_model() if far else 0.0
+    than = f"the median of this round is {median:.3g}, the norm of the model {model_norm:.3g}"
+    return {
+        client: f"its training has diverged: its update has norm {norm:.4g}; {than}"
+        for client, norm in far.items()
+        if norm > DIVERGED_SHARE * model_norm
     }

@@ -20,6 +20,7 @@ from fedheal.core.updates import Updates
 from fedheal.federation import mean_kernel
 from fedheal.federation.model_arrays import widen_bfloat16
 from fedheal.federation.replies import TrainReply
+from fedheal.federation.reply_limits import find_diverged
 
 # Numbers of a model that all clients are compared with before the next ones: a megabyte of float32.
 BLOCK = 1 << 18
@@ -191,6 +192,11 @@ class ReplyUpdates(Updates):
         assert self._norms is not None
         return self._norms
 
+    def find_diverged_rows(self) -> dict[int, str]:
+        """Return the rows of clients whose training has diverged, with the reason."""
+        diverged = find_diverged(self.norms, lambda: measure_norm(self._model.params))
+        return {row: diverged[client] for row, client in enumerate(self.clients) if client in diverged}
+
     def average_rows(self, rows: Integers, weights: Floats) -> Tensor | None:
         """Return the mean without a matrix, if there is none yet and every client counts."""
         if "deltas" in vars(self) or self.no_rows.dtype != torch.float32 or len(rows) < len(self.clients):
@@ -203,6 +209,11 @@ class ReplyUpdates(Updates):
         params, norms = averaged
         self._norms = dict(zip((reply.client for reply in replies), norms, strict=True))
         return torch.from_numpy(params)
+
+
+def measure_norm(vector: Tensor) -> float:
+    """Return the norm of a vector, whose square may be infinite in its own dtype."""
+    return float(torch.linalg.vector_norm(vector, dtype=torch.float64))
 
 
 def make_pool() -> ThreadPoolExecutor:
