@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +20,9 @@ from torch import nn
 from fedheal import Layout, Updates, methods
 from fedheal.core.layout import Packed
 from fedheal.flower import FairStrategy, client
+from fedheal.flower.messages import TERM_MESSAGES
 from flower.local_grid import LocalGrid
+from flower.sites import Sites
 
 # What a Flower message can hold: 64-bit integers, floats, text, bytes, and lists of one type.
 wire_numbers = st.one_of(st.integers(-(2**63), 2**63 - 1), st.sampled_from(EDGE_FLOATS), st.floats())
@@ -34,18 +37,19 @@ wire_values = st.one_of(
 )
 array_values = st.sampled_from((
     "NaN", "infinity", "huge", "tiny", "zeros", "integers", "complex", "half", "double", "fortran", "scalar", "empty", "longer",
-    "negative", "text", "objects", "big-endian",
+    "negative", "text", "objects", "big-endian", "bool", "unsigned",
 ))  # fmt: skip
 labels = st.tuples(wire_texts, st.lists(st.integers(-1, 2**40), max_size=3), wire_texts)
 metric_names = st.sampled_from(("num-examples", "loss", "accuracy", "partition-id", "new"))
 info_names = st.sampled_from(("client", "domain", "round", "token", "terms", "state_round", "x"))
 record_names = st.sampled_from(("arrays", "metrics", "fedheal", "more"))
 message_edits = st.sampled_from(("error", "twice", "stranger", "old", "silent", "no content"))
-places = st.integers(0, 9)
+places = st.integers(0, 19)
 reply_edits = st.lists(
     st.one_of(
         st.tuples(st.just("bytes"), places, byte_edits),
         st.tuples(st.just("array"), places, array_values),
+        st.tuples(st.just("term message"), places, array_values),
         st.tuples(st.just("label"), places, labels),
         st.tuples(st.just("name"), places, wire_texts),
         st.tuples(st.just("metric"), metric_names, wire_numbers),
@@ -57,7 +61,7 @@ reply_edits = st.lists(
     max_size=3,
 )
 SITES = ("north", "south", "west")
-BAD = 1  # the site that misbehaves
+FIRST, BAD = 10, 1  # the first node, and the site that misbehaves
 
 
 def make_module() -> nn.Module:
@@ -65,50 +69,66 @@ def make_module() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
 
 
+@dataclass
+class Server:
+    """A strategy in the middle of a run, with its sites."""
+
+    strategy: FairStrategy
+    grid: LocalGrid
+    sites: list[str]
+    arrays: ArrayRecord  # the model
+
+
 class FlowerReplies:
-    """Replies of one of three sites. Whatever it sends, the round must end, the others count, and the model be finite."""
+    """Replies of one of several sites. Whatever it sends, the round must end, the others count, and the model be finite."""
 
     name, limits = "Flower replies", Limits()
-    methods_used = ("fedheal", "fedheal:variant=released", "afl", "fedavg", "qffl")
-    cases = st.tuples(st.sampled_from(methods_used), reply_edits)
-    valid: ClassVar[list[Any]] = [(method, []) for method in methods_used]
+    aggregated = ("fedheal", "fedheal:variant=released", "afl", "fedavg", "qffl", "fedavg+total-variance")
+    trained = ("scaffold", "fedproto")  # by fedheal's own engine: their local terms send messages
+    cases = st.tuples(st.one_of(st.sampled_from(aggregated), st.sampled_from(trained)), reply_edits)
+    valid: ClassVar[list[Any]] = [(method, []) for method in (*aggregated, *trained)]
 
     def __init__(self, work: Path) -> None:
         self.folder, self.edits = work / "play" / "federations", list[Any]()
-        self.servers: dict[str, tuple[FairStrategy, LocalGrid, ArrayRecord]] = {}
+        self.servers: dict[str, Server] = {}
         self.opened = 0
 
-    def open_server(self, method: str) -> tuple[FairStrategy, LocalGrid, ArrayRecord]:
+    def open_server(self, method: str) -> Server:
         """Return the server of this method. It continues with the next round, as in a deployment."""
         if method not in self.servers:
             self.opened += 1
-            module, folder = make_module(), self.folder / str(self.opened)
-            strategy = FairStrategy(method, model=module, folder=folder, max_empty_rounds=None, save_seconds=3600)
-            grid = LocalGrid(make_app(), {i: {"name": name} for i, name in enumerate(SITES, 10)}, self.spoil)
-            self.servers[method] = strategy, grid, strategy.begin(ArrayRecord(module.state_dict()))
+            settings = {"folder": self.folder / str(self.opened), "max_empty_rounds": None, "save_seconds": 3600}
+            if method in self.trained:
+                sites = Sites(method=method)
+                strategy = sites.strategy(max_norm="auto", **settings)  # training must not diverge at the other sites
+                names, initial, grid = sites.names, sites.initial, sites.grid(self.spoil, first=FIRST)
+            else:
+                module, names = make_module(), list(SITES)
+                strategy, initial = FairStrategy(method, model=module, **settings), ArrayRecord(module.state_dict())
+                grid = LocalGrid(make_app(), {i: {"name": name} for i, name in enumerate(SITES, FIRST)}, self.spoil)
+            self.servers[method] = Server(strategy, grid, names, strategy.begin(initial))
         return self.servers[method]
 
     def attempt(self, case: Any) -> str:
         method, self.edits = case
-        strategy, grid, arrays = self.open_server(method)
-        number = len(strategy.history) + 1
+        server = self.open_server(method)
+        strategy, grid, number = server.strategy, server.grid, len(server.strategy.history) + 1
         try:
-            replies = grid.send_and_receive(strategy.configure_train(number, arrays, ConfigRecord(), grid))
-            arrays, _ = strategy.aggregate_train(number, replies)
-            replies = grid.send_and_receive(strategy.configure_evaluate(number, arrays, ConfigRecord(), grid))
+            replies = grid.send_and_receive(strategy.configure_train(number, server.arrays, ConfigRecord(), grid))
+            server.arrays, _ = strategy.aggregate_train(number, replies)
+            replies = grid.send_and_receive(strategy.configure_evaluate(number, server.arrays, ConfigRecord(), grid))
             strategy.aggregate_evaluate(number, replies)
+            return self.check(server)
         except BaseException:
             del self.servers[method]  # the next attempt opens a new one
             raise
-        self.servers[method] = strategy, grid, arrays
-        return self.check(strategy, arrays)
 
-    def check(self, strategy: FairStrategy, arrays: ArrayRecord) -> str:
-        record = strategy.history[-1]
-        if not all(np.isfinite(array.numpy()).all() for array in arrays.values()):
+    def check(self, server: Server) -> str:
+        record = server.strategy.history[-1]
+        if not all(np.isfinite(array.numpy()).all() for array in server.arrays.values()):
             raise Broken("the model is not finite")
         counted = {name for name, weight in record.weights.items() if weight > 0}
-        good = {name for i, name in enumerate(SITES) if i != BAD}
+        good = {name for i, name in enumerate(server.sites) if i != BAD}
         # AFL may give a client no weight. An update that makes the model overflow ends the round for all, with a reason.
         if not good & record.weights.keys() and "unmoved" not in record.report:
             raise Broken(f"only {sorted(counted)} count: {record.report}")
@@ -116,11 +136,11 @@ class FlowerReplies:
             raise Broken(f"the weights sum to {math.fsum(record.weights.values())}")
         if len(record.to_json()) > 20_000:
             raise Broken(f"a line of {len(record.to_json())} characters")
-        return "accepted" if SITES[BAD] in counted and not record.report["skipped"] else "rejected"
+        return "accepted" if server.sites[BAD] in counted and not record.report["skipped"] else "rejected"
 
     def spoil(self, node: int, reply: Message) -> list[Message]:
         replies = [reply]
-        for edit in self.edits if node == 10 + BAD and reply.has_content() else ():
+        for edit in self.edits if node == FIRST + BAD and reply.has_content() else ():
             replies = [spoilt for original in replies for spoilt in spoil_reply(original, *edit)]
         return replies
 
@@ -131,9 +151,10 @@ def spoil_reply(reply: Message, kind: str, place: Any, value: Any) -> list[Messa
         return [reply]
     content = reply.content
     records = list(content.array_records.values())
-    if kind in ("bytes", "array", "label", "name") and records and len(records[0]):
-        record = records[0]
-        name = list(record)[place % len(record)]
+    if kind == "term message":
+        kind, records = "array", [content.array_records[TERM_MESSAGES]] if TERM_MESSAGES in content else []
+    if kind in ("bytes", "array", "label", "name") and records and len(record := records[place % len(records)]):
+        name = list(record)[place // len(records) % len(record)]
         if kind == "name":
             record[value] = record.pop(name)
         else:
@@ -156,7 +177,7 @@ def change_array(array: Array, kind: str, value: Any) -> Array:
         return Array(value[0], tuple(value[1]), value[2] or array.stype, array.data)
     try:
         numbers = array.numpy()
-    except (TypeError, ValueError):  # an earlier edit has broken it
+    except Exception:  # an earlier edit has broken it, and numpy's parser of headers raises nearly anything
         return array
     if value == "objects":
         header = b"\x93NUMPY\x01\x00v\x00{'descr': '|O', 'fortran_order': False, 'shape': (16,), }"
@@ -175,6 +196,8 @@ def change_numbers(numbers: Any, kind: str) -> Any:
         "double": np.float64,
         "text": "U3",
         "big-endian": ">f4",
+        "bool": np.bool_,
+        "unsigned": np.uint16,
     }
     if kind in casts:
         cast = numbers.astype(casts[kind])
