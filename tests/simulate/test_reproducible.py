@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,15 @@ def test_saving_less_often_does_not_change_anything(tmp_path: Path) -> None:
     assert get_model_bytes(first.model) == get_model_bytes(second.model)
     saved = {name: sorted(p.name for p in (tmp_path / name / "state").iterdir()) for name in ("one", "two")}
     assert saved == {"one": ["00000002.safetensors", "00000003.safetensors"], "two": ["00000003.safetensors"]}
+
+
+def test_runs_in_several_threads_give_what_they_give_alone() -> None:
+    """Dropout draws from torch's global generators, which all threads share."""
+    experiments = [quick(model="tiny_data:dropout", seed=seed) for seed in range(4)]
+
+    def train(experiment: fedheal.Experiment) -> bytes:
+        return get_model_bytes(fedheal.run(experiment, progress=False).model)
+
+    alone = [train(experiment) for experiment in experiments]
+    with ThreadPoolExecutor(len(experiments)) as pool:
+        assert list(pool.map(train, experiments)) == alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -45,6 +46,8 @@ from fedheal.version import __version__
 
 log = logging.getLogger("fedheal")
 
+# Training seeds torch's global generators, and a run sets torch's threads and precision: runs of one process must take turns.
+ONE_RUN = threading.RLock()
 REQUIRED_FIELDS = ("method", "domains", "averaged", "classes", "avg", "std", "worst")  # to read a result back
 
 
@@ -99,7 +102,7 @@ def run(
     callbacks: Sequence[Callback] = (),
     progress: bool | None = None,
 ) -> Result:
-    """Run an experiment.
+    """Run an experiment. Runs in several threads of a process wait for each other; processes run side by side.
 
     Args:
         experiment: The description of the run.
@@ -120,6 +123,7 @@ def run(
     folder = None if out is None else Path(out)
     check_engine(device, experiment.engine, experiment.workers, experiment.threads, experiment.ray_address)
     with ExitStack() as stack:
+        stack.enter_context(ONE_RUN)
         stack.enter_context(_use_threads(experiment.threads))
         precision = resolve_precision(experiment.precision, device)
         stack.enter_context(use_precision(precision, experiment.deterministic, device))
