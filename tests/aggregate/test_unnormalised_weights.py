@@ -19,7 +19,12 @@ LOSSES = {"a": 2.0, "b": 0.5, "c": 1.0}
 def make_updates(clients: str, losses: dict[str, float] | None = None) -> Updates:
     """Return orthogonal updates of the same length from clients with 10, 20 and 30 examples."""
     loss = [(losses or LOSSES)[c] for c in clients]
-    metrics = {"loss": loss, "train_loss": loss, "without_me": [0.5] * len(clients), "judged": [1] * len(clients)}
+    metrics = {
+        "loss": loss,
+        "train_loss": loss,
+        "accuracy_without": [0.5] * len(clients),
+        "measured_rounds": [1] * len(clients),
+    }
     metrics["reach"] = [1.0] * len(clients)
     axes = np.eye(3)[["abc".index(c) for c in clients]]
     return Updates(clients, axes, [10.0 * (1 + "abc".index(c)) for c in clients], metrics=metrics)

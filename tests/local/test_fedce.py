@@ -19,9 +19,14 @@ from local.rounds import AggregatorRounds
 from tiny_data import quick
 
 
-def make_slot(params: float, judged: tuple[float, float] = (0, 0), last: int = 1) -> dict[str, torch.Tensor]:
+def make_slot(params: float, accuracies: tuple[float, float] = (0, 0), last: int = 1) -> dict[str, torch.Tensor]:
     """Return a client's slot: its model, the number and sum of its accuracies, and its last round."""
-    return {"params": vector(params), "buffers": torch.empty(0), "judged": vector(*judged), "round": torch.tensor(last)}
+    return {
+        "params": vector(params),
+        "buffers": torch.empty(0),
+        "accuracies": vector(*accuracies),
+        "round": torch.tensor(last),
+    }
 
 
 def test_the_model_without_a_client_by_hand() -> None:
@@ -34,13 +39,13 @@ def test_the_model_without_a_client_by_hand() -> None:
 
     keys = {"slot": make_slot(5.0), "shared": {"e.a": vector(0.25)}, "validate": validate, "round": 2}
     ctx = make_term_context(FedCE(), make_packed(2.0), **keys)
-    assert FedCE().metrics(ctx, make_packed(3.0)) == {"without_me": 0.75, "judged": 1}
+    assert FedCE().metrics(ctx, make_packed(3.0)) == {"accuracy_without": 0.75, "measured_rounds": 1}
     assert calls == [(pytest.approx(1.0), [])]
     new_slot, message = FedCE().finish(ctx, make_packed(3.0))
     assert {name: value.tolist() for name, value in new_slot.items()} == {
         "params": [3.0],
         "buffers": [],
-        "judged": [1.0, 0.75],
+        "accuracies": [1.0, 0.75],
         "round": 2,
     }
     assert message == {}
@@ -48,8 +53,8 @@ def test_the_model_without_a_client_by_hand() -> None:
 
 def test_a_client_starts_without_an_accuracy() -> None:
     ctx = make_term_context(FedCE(), make_packed(2.0))
-    assert FedCE().metrics(ctx, make_packed(3.0)) == {"without_me": 0.0, "judged": 0}
-    assert FedCE().finish(ctx, make_packed(3.0))[0]["judged"].tolist() == [0, 0]
+    assert FedCE().metrics(ctx, make_packed(3.0)) == {"accuracy_without": 0.0, "measured_rounds": 0}
+    assert FedCE().finish(ctx, make_packed(3.0))[0]["accuracies"].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -67,16 +72,16 @@ def test_where_the_model_without_a_client_cannot_be_told_it_repeats_its_mean(e, 
         "round": number,
     }
     ctx = make_term_context(FedCE(), make_packed(2.0), **keys)
-    assert FedCE().metrics(ctx, make_packed(3.0)) == {"without_me": pytest.approx(0.4), "judged": 3}
+    assert FedCE().metrics(ctx, make_packed(3.0)) == {"accuracy_without": pytest.approx(0.4), "measured_rounds": 3}
     new_slot, _ = FedCE().finish(ctx, make_packed(3.0))
-    assert new_slot["judged"].tolist() == [3, 1.2]
+    assert new_slot["accuracies"].tolist() == [3, 1.2]
     keys = {"slot": new_slot, "shared": {"e.a": vector(0.25)}, "validate": lambda at: (0.1, 0.8), "round": number + 1}
     after = FedCE().metrics(make_term_context(FedCE(), make_packed(2.0), **keys), make_packed(3.0))
-    assert after == {"without_me": 0.5, "judged": 4}
+    assert after == {"accuracy_without": 0.5, "measured_rounds": 4}
 
 
 def test_models_without_a_client_are_sound_when_few_take_part(monkeypatch) -> None:
-    """Every model that is judged for the means has a loss, with clients that are away for many rounds."""
+    """Every model that is evaluated for the means has a loss, with clients that are away for many rounds."""
     losses = []
     evaluate = serial.evaluate_split
 
@@ -124,7 +129,7 @@ def test_fedce_by_hand() -> None:
     The new weights are those of this round's average.
     """
     weights = AggregatorRounds(Aggregator(fedce_stage("times")), 2)
-    new_weights = weights("abc", DELTAS, without_me=[0.0, 0.0, 0.0], judged=[0, 0, 0])
+    new_weights = weights("abc", DELTAS, accuracy_without=[0.0, 0.0, 0.0], measured_rounds=[0, 0, 0])
     share = 0.5 / 1.001  # and 0.001 / 1.001 of the last, which is below the floor of the weights themselves
     whole = 2 * share + 0.001
     assert new_weights == pytest.approx([share / whole, share / whole, 0.001 / whole], rel=1e-9)
@@ -135,7 +140,7 @@ def test_weights_themselves_have_a_floor() -> None:
     """c is at the floor in both spaces: the product of its shares is about 1e-6, its weight is not."""
     weights = AggregatorRounds(Aggregator(fedce_stage("times")), 2)
     for _ in range(50):
-        *_, last = weights("abc", DELTAS, without_me=[0.0, 0.0, 1.0], judged=[1, 1, 1])
+        *_, last = weights("abc", DELTAS, accuracy_without=[0.0, 0.0, 1.0], measured_rounds=[1, 1, 1])
     assert last == pytest.approx(1e-3, rel=0.01)
 
 
@@ -146,7 +151,7 @@ def test_fedces_second_round_averages_over_a_clients_rounds() -> None:
     """
     for mode in ("times", "plus"):
         weights = AggregatorRounds(Aggregator(fedce_stage(mode)), 2)
-        first = weights("abc", DELTAS, without_me=[0.0, 0.0, 0.0], judged=[0, 0, 0])
+        first = weights("abc", DELTAS, accuracy_without=[0.0, 0.0, 0.0], measured_rounds=[0, 0, 0])
         if mode == "times":
             e = np.array(first)
         else:  # a + b, with b a third each
@@ -161,7 +166,7 @@ def test_fedces_second_round_averages_over_a_clients_rounds() -> None:
         a = np.maximum(a / a.sum(), 1e-3)
         a, b = a / a.sum(), np.array([0.6, 0.8, 1.0]) / 2.4
         expected = a * b if mode == "times" else a + b
-        new_weights = weights("abc", DELTAS, without_me=[0.8, 0.4, 0.0], judged=[1, 1, 1])
+        new_weights = weights("abc", DELTAS, accuracy_without=[0.8, 0.4, 0.0], measured_rounds=[1, 1, 1])
         assert new_weights == pytest.approx((expected / expected.sum()).tolist(), rel=1e-6), mode
 
 
@@ -169,10 +174,19 @@ def test_fedce_gives_more_weight_to_whom_the_others_cannot_replace() -> None:
     """Equal directions; the model without a does well on its data, the one without b does not."""
     weights = AggregatorRounds(Aggregator(fedce_stage()), 2)
     orthogonal = [[1.0, 0.0], [0.0, 1.0]]
-    assert weights("ab", orthogonal, without_me=[0.0, 0.0], judged=[0, 0]) == pytest.approx([0.5, 0.5])
-    new_weights = weights("ab", orthogonal, without_me=[0.8, 0.0], judged=[1, 1])
+    assert weights("ab", orthogonal, accuracy_without=[0.0, 0.0], measured_rounds=[0, 0]) == pytest.approx([0.5, 0.5])
+    new_weights = weights("ab", orthogonal, accuracy_without=[0.8, 0.0], measured_rounds=[1, 1])
     assert new_weights == pytest.approx([0.6 / 1.6, 1.0 / 1.6])
     assert math.isclose(sum(new_weights), 1.0)
+
+
+def test_parallel_updates_count_alike_whatever_their_rounding_errors() -> None:
+    """All cosines are 1, so 1 - cos is a rounding error, and its shares would be weights."""
+    direction = np.random.default_rng(0).normal(size=50)
+    weights = AggregatorRounds(Aggregator(fedce_stage()), 50)
+    deltas = [(scale * direction).tolist() for scale in (1.0, 2.0, 3.0)]
+    zeros = {"accuracy_without": [0.0] * 3, "measured_rounds": [0] * 3}
+    assert weights("abc", deltas, **zeros) == pytest.approx([1 / 3] * 3)
 
 
 def test_fedces_newcomers_and_cohorts_of_any_size_start_from_equal_parts(monkeypatch) -> None:
@@ -188,7 +202,7 @@ def test_fedces_newcomers_and_cohorts_of_any_size_start_from_equal_parts(monkeyp
     axes = dict(zip("abcdefgh", np.eye(8).tolist(), strict=True))
     for cohort in ("abcde", "f", "abfgh", "gf"):
         new_weights = weights(
-            cohort, [axes[c] for c in cohort], without_me=[0.0] * len(cohort), judged=[0] * len(cohort)
+            cohort, [axes[c] for c in cohort], accuracy_without=[0.0] * len(cohort), measured_rounds=[0] * len(cohort)
         )
         assert new_weights == pytest.approx([1 / len(cohort)] * len(cohort))
         assert starts[-1] == pytest.approx([1 / len(cohort)] * len(cohort))
@@ -197,10 +211,10 @@ def test_fedces_newcomers_and_cohorts_of_any_size_start_from_equal_parts(monkeyp
 def test_fedces_weights_are_kept_as_multiples_of_an_equal_part() -> None:
     """0.6 and 1 over 1.6 among two are 0.75 and 1.25 of a half. Alone, a has an equal part of one, all of it; b keeps its."""
     weights = AggregatorRounds(Aggregator(fedce_stage()), 2)
-    for without_me, judged in (([0.0, 0.0], [0, 0]), ([0.8, 0.0], [1, 1])):
-        weights("ab", [[1.0, 0.0], [0.0, 1.0]], without_me=without_me, judged=judged)
+    for accuracy_without, measured_rounds in (([0.0, 0.0], [0, 0]), ([0.8, 0.0], [1, 1])):
+        weights("ab", [[1.0, 0.0], [0.0, 1.0]], accuracy_without=accuracy_without, measured_rounds=measured_rounds)
     assert weights.state.stage.e.tolist() == pytest.approx([0.75, 1.25])
-    assert weights("a", [[1.0, 0.0]], without_me=[0.4], judged=[1]) == [1.0]
+    assert weights("a", [[1.0, 0.0]], accuracy_without=[0.4], measured_rounds=[1]) == [1.0]
     assert weights.state.stage.e.tolist() == pytest.approx([1.0, 1.25])
 
 
@@ -209,17 +223,17 @@ def test_fedce_with_everyone_there_takes_the_first_rounds_accuracy_for_nothing()
     weights = AggregatorRounds(Aggregator(fedce_stage()), 2)
     orthogonal = [[1.0, 0.0], [0.0, 1.0]]
     for t in range(1, 6):
-        new_weights = weights("ab", orthogonal, without_me=[0.8 * (t > 1), 0.0], judged=[t - 1, t - 1])
+        new_weights = weights("ab", orthogonal, accuracy_without=[0.8 * (t > 1), 0.0], measured_rounds=[t - 1, t - 1])
         b = np.array([1 - 0.8 * (t - 1) / t, 1.0])
         assert new_weights == pytest.approx((b / b.sum()).tolist())
 
 
-def test_who_has_judged_nothing_yet_takes_the_cohorts_mean_accuracy() -> None:
+def test_a_client_without_an_accuracy_takes_the_cohorts_mean() -> None:
     """0.8 and 0.4 are known, so c, a newcomer, counts with 0.6: in round 2, 1 - (0.4, 0.2, 0.3) over 2.1."""
     weights = AggregatorRounds(Aggregator(fedce_stage()), 3)
     axes = np.eye(3).tolist()
-    weights("ab", axes[:2], without_me=[0.0, 0.0], judged=[0, 0])
-    new_weights = weights("abc", axes, without_me=[0.8, 0.4, 0.0], judged=[1, 1, 0])
+    weights("ab", axes[:2], accuracy_without=[0.0, 0.0], measured_rounds=[0, 0])
+    new_weights = weights("abc", axes, accuracy_without=[0.8, 0.4, 0.0], measured_rounds=[1, 1, 0])
     assert new_weights == pytest.approx([0.6 / 2.1, 0.8 / 2.1, 0.7 / 2.1])
 
 
@@ -235,8 +249,8 @@ def test_fedce_gives_equal_clients_equal_weights_however_seldom_they_come() -> N
             ctx = make_term_context(term, make_packed(0.0), round=number, **keys)
             messages.append(term.metrics(ctx, make_packed(1.0)))
             slots[c], _ = term.finish(ctx, make_packed(1.0))
-        metrics = {name: [message[name] for message in messages] for name in ("without_me", "judged")}
+        metrics = {name: [message[name] for message in messages] for name in ("accuracy_without", "measured_rounds")}
         new_weights = weights("".join(here), [axes[names.index(c)] for c in here], **metrics)
         shared |= {f"e.{c}": vector(weight) for c, weight in zip(here, new_weights, strict=True)}
         assert new_weights == pytest.approx([1 / len(here)] * len(here))
-    assert {int(slot["judged"][0]) for slot in slots.values()} >= {0, 40}, "take another seed"
+    assert {int(slot["accuracies"][0]) for slot in slots.values()} >= {0, 40}, "take another seed"

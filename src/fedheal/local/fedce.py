@@ -1,17 +1,18 @@
 """FedCE: Jiang et al., "Fair Federated Medical Image Segmentation via Client Contribution Estimation", CVPR 2023.
 
-A client reports how well the others do without it (`without_me`): the accuracy, on examples that it holds out of its own
+A client reports how well the others do without it (`accuracy_without`): the accuracy, on examples that it holds out of its own
 training data, of `(W - e w_prev) / (1 - e)`, with `w_prev` the model it sent last and `e` the weight that model had, averaged
 over its rounds. The client keeps that mean, as in the authors' code.
 
 Deviation: W contains `e w_prev` only in the next round. Later the formula would subtract what is no longer there, running
 variances would fall below zero, and the network would give NaN. So a client that was absent in the previous round, was alone
-in it, or gets a loss that is not finite repeats its mean. It reports how many rounds that mean is of (`judged`).
+in it, or gets a loss that is not finite repeats its mean. It reports how many rounds that mean is of (`measured_rounds`).
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -23,7 +24,7 @@ from fedheal.local.term import Arrays, Context, ServerContext, Term
 class FedCE(Term):
     """The leave-one-out accuracy that FedCE's aggregation needs."""
 
-    validates: bool = True
+    validates: ClassVar[bool] = True
 
     @property
     def needs_plain_server(self) -> str:
@@ -33,18 +34,18 @@ class FedCE(Term):
         return {name: shared[name] for name in (f"e.{client}",) if name in shared}
 
     def metrics(self, ctx: Context, local: Packed) -> Mapping[str, float]:
-        count, total = ctx.slot["judged"].tolist() if "judged" in ctx.slot else (0.0, 0.0)
+        count, total = ctx.slot["accuracies"].tolist() if "accuracies" in ctx.slot else (0.0, 0.0)
         accuracy = self._evaluate_without_client(ctx)
         if accuracy is not None:
             count, total = count + 1, total + accuracy
-        ctx.scratch["judged"] = [count, total]  # for `finish`, which follows
-        return {"without_me": total / count if count else 0.0, "judged": count}
+        ctx.scratch["accuracies"] = [count, total]  # for `finish`, which follows
+        return {"accuracy_without": total / count if count else 0.0, "measured_rounds": count}
 
     def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
         device = local.params.device
-        judged = torch.tensor(ctx.scratch["judged"], dtype=torch.float64, device=device)  # count and sum of accuracies
+        accuracies = torch.tensor(ctx.scratch["accuracies"], dtype=torch.float64, device=device)  # their number and sum
         last_round = torch.tensor(ctx.round, device=device)
-        return {"params": local.params, "buffers": local.buffers, "judged": judged, "round": last_round}, {}
+        return {"params": local.params, "buffers": local.buffers, "accuracies": accuracies, "round": last_round}, {}
 
     def _evaluate_without_client(self, ctx: Context) -> float | None:
         """Return the accuracy of the received model without this client, or None if it cannot be computed."""

@@ -28,6 +28,7 @@ from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.core.state import State, expect
 
 FLOOR = 1e-3
+ROUNDING = 1e-12  # of a cosine: parallel updates contribute alike, whatever their rounding errors
 FEDCE_MODE = Parameter(
     "mode", "times", "times or plus: how both contributions combine", "Jiang et al. 2023", choices=("times", "plus")
 )
@@ -54,8 +55,9 @@ def fedce_stage(mode: str = FEDCE_MODE.default) -> Stage:
         e = extend_column(before.e, len(clients), 1)
         n[slots] += 1
         cosines[slots] += cosines_to_others(compute_gram(draft), normalise_weights(e[slots]))
-        a = _floor_shares(1 - cosines[slots] / n[slots])
-        accuracy, known = draft.metric("without_me"), draft.metric("judged") > 0
+        opposition = 1 - cosines[slots] / n[slots]
+        a = _floor_shares(np.where(opposition > ROUNDING, opposition, 0.0))
+        accuracy, known = draft.metric("accuracy_without"), draft.metric("measured_rounds") > 0
         accuracy = np.where(known, accuracy, accuracy[known].mean() if known.any() else 0.0)
         b = _floor_shares(1 - (1 - 1 / n.max()) * accuracy)
         weights = _floor_shares(a * b if mode == "times" else a + b)
@@ -63,7 +65,7 @@ def fedce_stage(mode: str = FEDCE_MODE.default) -> Stage:
         return replace(draft, weights=weights, unnormalised_weights=e[slots]), FedCEState(clients, n, cosines, e)
 
     start = FedCEState((), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
-    return Stage(lambda layout: start, apply, frozenset({"without_me", "judged"}))
+    return Stage(lambda layout: start, apply, frozenset({"accuracy_without", "measured_rounds"}))
 
 
 def cosines_to_others(gram: Floats, e: Floats) -> Floats:
