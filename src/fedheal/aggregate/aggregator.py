@@ -155,6 +155,7 @@ class Aggregator:
             except BadRows as error:  # the state is still as it was
                 bad |= error.reasons
         self._warn_of_missing_buffers(updates, state.sizes)
+        new_model = _copy_kept(new_model, packed)
         if not isinstance(model, Packed):
             new_model = new_model.params.numpy() if isinstance(model, np.ndarray) else new_model.params
         by_client = np.zeros((2, len(updates.clients)))
@@ -211,6 +212,12 @@ class Aggregator:
                 shapes = f"of shape {tuple(old.shape)}, got {tuple(made.shape)}"
                 raise CustomPartError(f"{name_part('reducer', name)} must return {field_name} {shapes}")
         return new_model, weights, unnormalised_weights, state, {**draft.report, **report}
+
+
+def _copy_kept(new_model: Packed, model: Packed) -> Packed:
+    """Return the new model with copies of the parts that are the old model's, so that the two can change apart."""
+    parts = vars(new_model).items()
+    return Packed(**{name: part.clone() if part is getattr(model, name) else part for name, part in parts})
 
 
 def _copy_model(model: Packed) -> Packed:

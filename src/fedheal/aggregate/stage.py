@@ -8,6 +8,7 @@ and weights before mixtures, whatever the order they are named in: each depends 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,7 +65,10 @@ class Stage:
 
     def start(self, layout: Layout) -> State:
         """Return the state before the first round. Raise `CustomPartError` if a user's own stage fails."""
-        return call_custom("stage", self.name, self.init, layout)  # type: ignore[no-any-return]
+        state = call_custom("stage", self.name, self.init, layout)
+        if self.name:
+            _check_saveable(name_part("stage", self.name), state)
+        return state  # type: ignore[no-any-return]
 
     def run(self, draft: Draft, state: State) -> tuple[Draft, State]:
         """Apply the stage and check what it returns. Raise `CustomPartError` if a user's own stage fails."""
@@ -74,6 +78,19 @@ class Stage:
         if not self.parts:  # a chain's stages are checked one by one
             made = _check_draft(part, draft, made)
         return made, after
+
+
+def _check_saveable(part: str, state: Any) -> None:
+    """Raise `CustomPartError` unless a checkpoint can hold a user's state: a run that cannot resume should not begin."""
+    check_returned(part, state, State)
+    if not state.kind:
+        name = type(state).__name__
+        raise CustomPartError(f"{part}: its state {name} has no kind: declare class {name}(State, kind='...')")
+    try:
+        arrays, described = state.to_arrays()
+        State.from_arrays(arrays, json.loads(json.dumps(described)))
+    except (TypeError, ValueError) as error:
+        raise CustomPartError(f"{part}: its state cannot be saved and read again: {error}") from None
 
 
 def _check_draft(part: str, before: Draft, draft: Draft) -> Draft:

@@ -7,6 +7,7 @@ correlation matrix of both over a batch, the loss is `sum_i (C_ii - 1)^2 + off_d
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ class CrossCorrelation(Term):
     public_epochs: int = PUBLIC_EPOCHS.default
     public_lr: float = PUBLIC_LR.default
     public_weights: str = PUBLIC_WEIGHTS.default
-    sends: tuple[str, ...] = ("logits",)
+    sends: ClassVar[tuple[str, ...]] = ("logits",)
 
     def compute_outputs(self, net: nn.Module, x: Tensor) -> dict[str, Tensor]:
         """Return what clients compare on a batch of public images: float32 `[images, ...]` by name."""

@@ -8,6 +8,7 @@ training and of the received one, and y is the label. The released code does not
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +40,8 @@ class FCCLPlus(CrossCorrelation):
     temperature: float = TEMPERATURE.default
     similarity: float = SIMILARITY.default
     similarity_temperature: float = SIMILARITY_TEMPERATURE.default
-    features: bool = True
-    sends: tuple[str, ...] = ("logits", "similarity")
+    features: ClassVar[bool] = True
+    sends: ClassVar[tuple[str, ...]] = ("logits", "similarity")
 
     @property
     def columns(self) -> int:

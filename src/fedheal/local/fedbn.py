@@ -7,6 +7,7 @@ code, whose clients all have as many, takes 1/N.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ VECTORS = ("params", "buffers", "counters")
 class FedBN(Term):
     """Li et al. 2021: normalisation layers stay with the client (a personalised row)."""
 
-    personalised: bool = True
+    personalised: ClassVar[bool] = True
 
     def local_bytes(self, module: nn.Module, layout: Layout) -> int:
         entries = _select(layout.pack(module.state_dict()), find_norm_entries(module, layout))

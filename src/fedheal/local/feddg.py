@@ -22,6 +22,7 @@ outside of a contour. Other deviations:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ class FedDG(Term):
     spectra: int = FEDDG_SPECTRA.default
     meta_lr: float = FEDDG_META_LR.default
     outer: float = FEDDG_OUTER.default
-    sends: tuple[str, ...] = ("bank",)
+    sends: ClassVar[tuple[str, ...]] = ("bank",)
 
     def prepare(self, ctx: Context, start: Packed) -> Packed:
         if not self.outer:

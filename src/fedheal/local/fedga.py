@@ -7,6 +7,7 @@ validation score.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedheal.core.layout import Packed
 from fedheal.local.term import Context, Term
@@ -16,7 +17,7 @@ from fedheal.local.term import Context, Term
 class FedGA(Term):
     """The validation losses that FedGA's aggregation needs."""
 
-    validates: bool = True
+    validates: ClassVar[bool] = True
 
     def metrics(self, ctx: Context, local: Packed) -> Mapping[str, float]:
         progress = max(ctx.round - 2, 0) / ctx.rounds  # the gap is the previous round's: the first step is s0

@@ -8,6 +8,7 @@ head).
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class Moon(Term):
 
     mu: float = MOON_MU.default
     temperature: float = MOON_TEMPERATURE.default
-    features: bool = True
+    features: ClassVar[bool] = True
 
     def prepare(self, ctx: Context, start: Packed) -> Packed:
         if self.mu and "params" in ctx.slot:

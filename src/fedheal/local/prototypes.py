@@ -7,6 +7,7 @@ model's average (`p`). A class that no client has in a round keeps its previous 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,8 +31,8 @@ class Prototypes(Term):
     """Collect and average prototypes. A subclass uses them in `prototype_loss`."""
 
     proto_weights: str = PROTO_WEIGHTS.default
-    features: bool = True
-    sends: tuple[str, ...] = ("prototypes", "known", "clusters", "owner")
+    features: ClassVar[bool] = True
+    sends: ClassVar[tuple[str, ...]] = ("prototypes", "known", "clusters", "owner")
 
     def prepare(self, ctx: Context, start: Packed) -> Packed:
         if len(ctx.shared.get("known", ())) == ctx.classes:  # prototypes of other classes are ignored

@@ -15,6 +15,7 @@ has its last weight. With uniform controls, re-weighting the average alone does 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -44,7 +45,7 @@ class Scaffold(Term):
     eta_g: float = SCAFFOLD_ETA_G.default
     fair_controls: str = FAIR_CONTROLS.default
     clip: float = SCAFFOLD_CLIP.default
-    sends: tuple[str, ...] = ("c",)
+    sends: ClassVar[tuple[str, ...]] = ("c",)
     sums_slots = True
 
     @property

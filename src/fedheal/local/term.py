@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -171,6 +171,42 @@ def _check_loss(name: str, loss: Any) -> None:
         warnings.warn(f"{part} returned a tensor without a gradient: it changes no step", UserWarning, stacklevel=3)
 
 
+def _keep_arrays(part: str, arrays: Mapping[Any, Any], old: Arrays) -> dict[str, Tensor]:
+    """Return what a user's term keeps or sends, apart from memory that training or the server writes to later.
+
+    Args:
+        part: The hook, for error messages.
+        arrays: What the hook returned.
+        old: What the hook was given to keep: these tensors may stay as they are.
+
+    Raises:
+        CustomPartError: A name is not a string, or a value not a tensor.
+    """
+    for key, value in arrays.items():
+        if not isinstance(key, str) or not isinstance(value, Tensor):
+            given = f"{add_article(type(value).__name__)} as {key!r}"
+            raise CustomPartError(f"{part} must return tensors by name, got {given}: use torch.as_tensor(...)")
+    unchanged = {id(tensor) for tensor in old.values()}
+    return {key: value if id(value) in unchanged else value.detach().clone() for key, value in arrays.items()}
+
+
+def _keep_returned(name: str, hook: str, returned: Any, args: Sequence[Any]) -> Any:
+    """Return what a hook of a user's term returned, with arrays that outlive the round as copies of their own."""
+    part = f"{name_part('term', name)}: {hook}"
+    match hook:
+        case "init":
+            return _keep_arrays(part, returned, {})
+        case "broadcast":  # sent at once
+            return _keep_arrays(part, returned, returned)
+        case "finish":
+            slot, message = returned
+            return _keep_arrays(part, slot, args[0].slot), _keep_arrays(part, message, {})
+        case "absorb":
+            model, shared = returned
+            return model, _keep_arrays(part, shared, args[3])
+    return returned
+
+
 def _frame_hook(name: str, key: str, hook: Callable[..., Any]) -> Callable[..., Any]:
     """Return the hook of a user's own term; wrong values and exceptions are framed by the term's name."""
 
@@ -183,6 +219,7 @@ def _frame_hook(name: str, key: str, hook: Callable[..., Any]) -> Callable[..., 
                     _check_loss(name, returned)
                 elif key in RETURNS:
                     check_returned(f"{name_part('term', name)}: {key}", returned, *RETURNS[key])
+                    return _keep_returned(name, key, returned, args)
             return returned
         except (torch.OutOfMemoryError, NotCapturableError, CustomPartError):  # for the engine
             raise
@@ -198,13 +235,13 @@ def _frame_hook(name: str, key: str, hook: Callable[..., Any]) -> Callable[..., 
 class Term:
     """Base class of local terms. Every hook does nothing by default; override those the method needs."""
 
-    features: bool = False  # whether it needs a module with `features` and `head`
+    features: ClassVar[bool] = False  # whether it needs a module with `features` and `head`
     clip: float | None = None  # the largest norm of the gradient
-    personalised: bool = False  # whether clients evaluate models of their own
-    validates: bool = False  # whether clients hold examples out of their training data
-    sends: tuple[str, ...] = ()  # the shared values that the server sends to every client
+    personalised: ClassVar[bool] = False  # whether clients evaluate models of their own
+    validates: ClassVar[bool] = False  # whether clients hold examples out of their training data
+    sends: ClassVar[tuple[str, ...]] = ()  # the shared values that the server sends to every client
     public_images: int = 0  # how many public images it uses at most: the same for all clients, without labels
-    sums_slots = False  # whether its shared values are sums over the clients' slots: a lost slot makes them wrong
+    sums_slots: ClassVar[bool] = False  # whether its shared values are sums over slots: a lost slot makes them wrong
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -112,13 +112,23 @@ def save_checkpoint(
     if rounds.exists():  # a checkpoint on the disk needs the records of its rounds there
         sync_path(rounds)
     sync_path(folder)  # and the names of both
-    arrays = {name: tensor.detach().cpu().contiguous() for name, tensor in arrays.items()}
+    arrays = _separate({name: tensor.detach().cpu().contiguous() for name, tensor in arrays.items()})
     header = json.dumps(
         {"format": FORMAT, "owner": owner, "sum": compute_checksum(arrays, metadata), "state": metadata}
     )
     write_bytes(states / f"{number:08d}.safetensors", save(arrays, {"fedheal": header}), mode)
     for path in (*sorted(states.glob("*.safetensors"))[:-keep], *states.glob("*.tmp")):
         path.unlink(missing_ok=True)
+
+
+def _separate(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the arrays, with a copy of each that shares memory with an earlier one, which safetensors refuses."""
+    separate, seen = {}, set()
+    for name, tensor in arrays.items():
+        address = tensor.untyped_storage().data_ptr()
+        separate[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
+    return separate
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
