@@ -34,9 +34,10 @@ class CountMask:
 class SoftMask:
     """A `CountMask` for histories that fade and for entries that count by degree.
 
-    Of client i's history of length `total[i]`, `agree` has the direction of this round's update: the count if the entry
-    goes up, else the total less the count. The counts include this round; with `past` it is taken out again. An entry
-    is kept where `agree >= need[i]` and counts for 1 or, if `soft`, for `agree / total[i]` (1 without a history).
+    Of client i's history of length `total[i]`, `agree` counts the rounds with the direction of this round's update. It
+    is the count if the entry goes up, else the total less the count. The counts include this round; with `past` it is
+    taken out again. An entry is kept where `agree >= need[i]` and counts for 1 or, if `soft`, for `agree / total[i]` (1
+    without a history).
     """
 
     counts: Tensor  # [slots, G (+ B + C)], integers or float32

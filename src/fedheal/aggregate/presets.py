@@ -111,8 +111,8 @@ def qffl(q: float = QFFL_Q.default, mode: str = QFFL_MODE.default, **options: Un
 
     Args:
         q: The power of the loss; 0 is uniform averaging.
-        mode: `"qfedavg_eff"`, the published update with L the inverse of the effective step (the client metric `reach`);
-            `"qfedavg"`, with L = 1/lr (`lr`); `"reweight"`, the weights alone, which oscillates for large q.
+        mode: `"qfedavg_eff"` is the published update with L the inverse of the effective step (the client metric
+            `reach`). `"qfedavg"` has L = 1/lr (`lr`). `"reweight"` has the weights alone, and oscillates for large q.
         **options: `on_bad_update` and `kernel`, as for `Aggregator`.
 
     Returns:

@@ -1,8 +1,8 @@
 """Which clients' updates are unusable, and why.
 
-`find_bad_updates` finds what can be seen without reading updates and buffers. NaN and infinity inside them are found by the
-kernels and by a check of the new model, which raise `BadRows` with the rows at fault; `Aggregator.apply` then refuses the
-round or leaves those clients out.
+`find_bad_updates` finds what can be seen without reading updates and buffers. The kernels and a check of the new model
+find NaN and infinity, and raise `BadRows` with the rows at fault. `Aggregator.apply` then rejects the round or leaves
+these clients out.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Which domains gain and which lose from one method to another, over seeds and test images.
 
-A domain's mean difference has two errors: the spread of the differences over seeds, which more seeds shrink, and the drawing
-of the test images, which they do not. The second is that of two independent test sets, an upper limit where both methods are
-evaluated on the same images and tend to err on the same ones. The two are added in quadrature, and Student's t has the degrees
-of freedom of Welch and Satterthwaite: n - 1 where the seeds' part is most of it, and no limit where it is none. With one seed
-the interval speaks of that seed's models alone.
+A domain's mean difference has two errors. The first is the spread of the differences over seeds, which more seeds
+shrink. The second is the drawing of the test images, which more seeds do not shrink. It is computed as for two
+independent test sets. Both methods are evaluated on the same images and tend to err on the same ones, so this is an
+upper limit. The two errors are added in quadrature. Student's t has the degrees of freedom of Welch and Satterthwaite:
+n - 1 if the error over seeds dominates, and no limit if there is none. With one seed the interval is about that seed's
+models alone.
 
 Whoever looks at the largest gain and the largest loss has looked at all domains. So p-values are Holm's over all domains and
 methods, and the intervals hold for all of them together (Bonferroni).

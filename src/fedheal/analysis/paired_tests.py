@@ -1,9 +1,10 @@
 """Compare methods over seeds, where two methods' runs are paired by seed.
 
-A seed fixes the split, the cohorts and the initial model: what it does to both methods cancels in their difference. Values are
-in percent, differences in points. Seeds count as independent draws.
+A seed fixes the split, the cohorts and the initial model. So its effect on both methods cancels in their difference.
+Values are in percent, differences in points. Seeds count as independent draws.
 
-- `mean`, `sd`: over seeds; sd is the sample standard deviation (ddof=1), the spread of a run and not the error of the mean.
+- `mean`, `sd`: over seeds. sd is the sample standard deviation (ddof=1): the spread of a run, not the error of the
+  mean.
 - `low`, `high`: a 95 % interval for the mean over all seeds one could have drawn. With fewer than 8 values it is Student's t,
   which assumes near-normal values. From 8 on it is a symmetric studentized bootstrap, once to twice as wide as t;
   docs/statistics.md has the measured coverage of both. One value has no interval.

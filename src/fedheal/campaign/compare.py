@@ -3,9 +3,9 @@
 For one seed, every method has the same split, cohorts, batches and initial model. With `vary`, the split, the
 initial model or the batches have several seeds each, in all combinations, for variance components.
 
-Bounds, which show how far fairness could go, count as methods: `standalone` trains a model per client, on that client's data
-only; `centralised` trains one model on all clients' data; `leave-one-domain-out` runs FedAvg without one domain's clients, for
-each domain. A bound is a group of ordinary runs; `report.rows` combines them.
+Bounds show how far fairness could go, and count as methods. `standalone` trains a model per client, on that client's
+data only. `centralised` trains one model on all clients' data. `leave-one-domain-out` runs FedAvg without one domain's
+clients, for each domain. A bound is a group of ordinary runs, and `report.rows` combines them.
 
 With `evaluate=unseen` every method is run once for each domain, without its clients, and evaluated on that domain.
 """
@@ -45,8 +45,8 @@ def plan(
 ) -> list[Job]:
     """Return the runs of a comparison. Raise ValueError if one of them could not be run.
 
-    `seeds` are seeds, or fields such as `{"split_seed": 0, "init_seed": 2}`; `values` are fields that all experiments share,
-    `out` is the folder of the run folders, `track` a tracker for every run.
+    `seeds` are seeds, or fields such as `{"split_seed": 0, "init_seed": 2}`. `values` are fields that all experiments
+    share, `out` is the folder of the run folders, and `track` is a tracker for every run.
     """
     if not methods:
         raise ValueError("name at least one method to compare, for example: fedheal compare fedavg fedheal")

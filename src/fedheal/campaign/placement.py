@@ -1,7 +1,7 @@
 """Decide where runs go: over all GPUs, several at a time on one that a single run would leave idle, or over the processors.
 
-A run with large steps fills a GPU with its lanes; a second one would only take turns with it. A run with small steps is limited
-by the processor that launches them, so a few such runs share a GPU as far as its memory allows.
+A run with large steps fills a GPU, and a second one would only take turns with it. A run with small steps is limited by
+the processor that launches them. So a few such runs share a GPU as far as its memory allows.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def count_small_runs(free: float) -> int:
 def plan_slots(experiments: Sequence[Experiment], processes: int = 0) -> list[DeviceSlots]:
     """Return where experiments with one value of `device` go.
 
-    `auto` and `cuda` mean any GPU. A run that names a GPU, such as `cuda:1`, goes there and still sees the others. `processes`
-    is how many run at a time; 0 means one per core, or on GPUs as many as the most demanding run allows, at most one per core.
-    Raise ValueError if the device cannot be used here.
+    `auto` and `cuda` mean any GPU. A run that names a GPU, such as `cuda:1`, goes there and still sees the others.
+    `processes` is how many run at a time. 0 means one per core on a CPU. On GPUs it means as many as the most demanding
+    run allows, at most one per core. Raise ValueError if the device cannot be used here.
     """
     processes = 1 if len(experiments) == 1 else processes
     kind, _, index = experiments[0].device.partition(":")

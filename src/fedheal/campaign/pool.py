@@ -1,7 +1,7 @@
 """Run many jobs, in a pool of processes on this machine or on a Ray cluster. A finished job is not run again.
 
-A process that is one of several on GPUs sees one GPU only and calls it `cuda:0`: neither a run's description nor its result
-depends on which GPU it was.
+A process that is one of several on GPUs sees one GPU only and calls it `cuda:0`. So neither a run's description nor its
+result depends on the GPU that it ran on.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def _run_in_pools(jobs: Sequence[Job], places: Sequence[DeviceSlots]) -> Iterato
 def close_pools(pools: Sequence[ProcessPoolExecutor], terminate: bool = False) -> None:
     """End the processes of pools. Waiting jobs do not start; running ones save their state if they are terminated.
 
-    A process that was killed may hold the lock of its pool's queue, for which the others would wait for ever: they are killed
-    if they do not end within `GRACE_SECONDS` of its death.
+    A process that was killed may hold the lock of its pool's queue, and the others would wait for it for ever. So they
+    are killed if they do not end within `GRACE_SECONDS` of its death.
     """
     workers = [process for pool in pools for process in (getattr(pool, "_processes", None) or {}).values()]
     for pool in pools:

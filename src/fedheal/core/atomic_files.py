@@ -1,7 +1,7 @@
 """Write files that neither a killed process nor a power failure can spoil.
 
-A file appears whole, by one rename. Its bytes are on the disk before the rename, and the rename is on the disk when a function
-here returns: what a caller writes later cannot survive a power failure that this did not.
+A file appears whole, by one rename. Its bytes are on the disk before the rename, and the rename is on the disk when a
+function here returns. So a power failure cannot lose this file and keep a file that the caller writes later.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """States that turn into (arrays, JSON) and back, so that a checkpoint needs no pickle.
 
 A state is a frozen dataclass that registers under a kind: `class AflState(State, kind="afl")`. Both directions follow
-from its fields: tensors, numpy columns, strings, numbers, booleans, states, dataclasses, tuples of these, mappings from
-strings to these, or None where the type allows it. With a field `clients`, every column, tensor and tuple has one entry
-per client. A tensor may have spare rows behind those, which are not saved. Tensors may share memory with the state: a
-donated state takes them with it.
+from its fields. A field may be a tensor, a numpy column, a string, a number, a boolean, a state or a dataclass. It may
+also be a tuple of these or a mapping from strings to these, or None where the type allows it. With a field `clients`,
+every column, tensor and tuple has one entry per client. A tensor may have spare rows behind its entries, which are not
+saved. Tensors may share memory with the state: a donated state takes them with it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The file format of an export: one ZIP archive with just the images that some experiments use.
 
-It has `manifest.json` and, for every domain, the labels of the full training split, the positions of the images in the archive,
-and the images as distributed: image files byte for byte, arrays as PNG strips (lossless). They are decoded and resized on the
-other machine (only Pillow is needed), and a fingerprint of the result is compared.
+It has `manifest.json` and, for every domain, the labels of the full training split, the positions of the images in the
+archive, and the images as distributed. Image files are copied byte for byte, arrays are stored as PNG strips
+(lossless). The other machine decodes and resizes the images (only Pillow is needed), and compares a fingerprint of the
+result.
 """
 
 from __future__ import annotations

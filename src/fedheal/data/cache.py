@@ -1,7 +1,8 @@
 """The cache of prepared data: images decoded and resized once, in memory-mapped files with a fingerprint.
 
-The name of a prepared data set hashes what decides its bytes: the source files (names, sizes and modification times), the image
-size, the choice of classes, the versions of fedheal and Pillow. It is written to a temporary folder and renamed when complete.
+The name of a prepared data set is a hash of what decides its bytes: the source files (names, sizes and modification
+times), the image size, the choice of classes, and the versions of fedheal and Pillow. The data set is written to a
+temporary folder and renamed when complete.
 """
 
 from __future__ import annotations

@@ -1,21 +1,23 @@
 """Assign training samples to clients.
 
-A domain's training split is shuffled by the seed and the domain's name, and cut into consecutive pieces: clients of a domain
-never share a sample, other domains and the number of rounds do not matter, and a client keeps its samples when clients are
-added after it. Other ways choose from the same shuffled order:
+A domain's training split is shuffled by the seed and the domain's name, and cut into consecutive pieces. So clients of
+a domain never share a sample. Other domains and the number of rounds do not matter. A client keeps its samples when
+clients are added after it. Other ways choose from the same shuffled order:
 
-- Dirichlet: client by client, class shares p ~ Dir(alpha, ..., alpha) decide how many samples of each class it takes from what
-  is left of the domain (Hsu et al. 2019). Where a class runs out the client takes more of its other classes.
+- Dirichlet: each client draws class shares p ~ Dir(alpha, ..., alpha). They decide how many samples of each class it
+  takes from what is left of the domain (Hsu et al. 2019). If a class runs out, the client takes more of its other
+  classes.
 - Pathological: each client holds samples of so many classes and no others (McMahan et al. 2017; Li et al. 2022, "#C = k").
   Clients take their classes in turn from a shuffled order, so that all classes are held by nearly the same number of
   clients. A class is divided equally among its clients. One whose classes have too few samples holds fewer than others.
-- Class filling, as in the code released with the paper for Office-Caltech: for every class that a client does not hold, a
-  random sample of it from the whole training split replaces a random one of a class that the client holds at least twice.
-  Clients may then share samples; what was replaced goes back to the others. Held-out samples are those of the plain
-  partition: nothing replaces them, and nobody trains with them.
+- Class filling, as in the code released with the paper for Office-Caltech: every client gets every class. For each
+  class that a client does not hold, it gets a random sample from the whole training split. This replaces a random
+  sample of a class that the client holds at least twice. Clients may then share samples. A replaced sample may go to
+  other clients. Held-out samples are those of the plain partition: nothing replaces them, and nobody trains with them.
 
-Quantity skew changes how many samples each client of a domain holds, with any of these but class filling: their shares of the
-domain's samples are drawn from Dir(alpha, ..., alpha) (Li et al. 2022), and every client holds at least ten.
+Quantity skew changes how many samples each client of a domain holds. It goes with any of these but class filling. The
+clients' shares of the domain's samples are drawn from Dir(alpha, ..., alpha) (Li et al. 2022), and every client holds
+at least ten.
 """
 
 from __future__ import annotations

@@ -132,8 +132,8 @@ def _run_blocks(
                 future.result()
 
 
-# Each of these does one thing to a strip that stays in the nearest cache, and so gets vectors of its own width: bytes, float32
-# and float64 in one loop would all go at the pace of the widest.
+# Each of these functions does one thing to a strip that stays in the nearest cache. So each gets vectors of its own
+# width. In one loop bytes, float32 and float64 would all go at the pace of the widest.
 
 
 @numba.njit(nogil=True, cache=True)

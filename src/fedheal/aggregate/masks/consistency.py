@@ -1,13 +1,13 @@
 """FPHL: leave out entries whose direction is inconsistent with the client's own history.
 
 Chen, Huang and Ye, "Fair Federated Learning under Domain Skew with Local Consistency and Domain Diversity", CVPR 2024.
-With `l` the share of a client's rounds in which an entry's update was not negative, the consistency of an update is
-`c = l` where it is not negative, else `1 - l`, and the entry is kept where `c >= tau`.
+Let `l` be the share of a client's rounds in which an entry's update was not negative. The consistency of an update is
+`c = l` where it is not negative, else `1 - l`. The entry is kept where `c >= tau`.
 
-Deviations: shares are exact integer counts per client, compared with the smallest admissible integer: 3 of 10 rounds at
-tau = 0.3 is kept, and absence does not dilute a history. `variant="released"` follows the authors' code: the history
-excludes the current round, the first participation keeps all, `c > tau`, the sign is that of `global - local`, and
-buffers and counters are treated like parameters.
+Deviations: shares are exact integer counts per client, compared with the smallest admissible integer. So 3 of 10 rounds
+at tau = 0.3 is kept. Absence does not dilute a history. `variant="released"` follows the authors' code. There the
+history excludes the current round, the first participation keeps all, an entry needs `c > tau`, and the sign is that of
+`global - local`. Buffers and counters are treated like parameters.
 """
 
 import math

@@ -1,9 +1,10 @@
 """Sign counts that fade, so that a client's old rounds count less. An extension of FPHL.
 
-In each of a client's rounds its counts fade before the round is added: `pos = (1-gamma) pos + [D >= 0]`, `n = (1-gamma)
-n + 1`, so n tends to `1/gamma`, about as many rounds as are remembered. An absent client forgets nothing. `gamma=0`
-would be FPHL's own counts, which `consistency.py` keeps exactly. These are float32: a consistency within 2e-5 of tau
-counts as equal to it, which `paper` keeps and `released`, whose history excludes this round, does not.
+In each of a client's rounds its counts fade before the round is added: `pos = (1-gamma) pos + [D >= 0]`,
+`n = (1-gamma) n + 1`. So n tends to `1/gamma`, about the number of rounds that are remembered. An absent client forgets
+nothing. `gamma=0` would be FPHL's own counts, which `consistency.py` keeps exactly. Fading counts are float32, so a
+consistency within 2e-5 of tau counts as equal to it. The variant `paper` keeps such an entry. `released`, whose history
+excludes this round, does not.
 """
 
 from dataclasses import dataclass, replace

@@ -5,12 +5,13 @@ convex part of the simplex. The ascent step is `lambda <- Proj(lambda + gamma F)
 on the client's own training data, the metric `loss`. The part of the simplex is `lambda_m >= floor/M`, M the clients
 ever seen.
 
-Deviations, as in every federated version: many local steps instead of one gradient, lambda is updated before the
-average it weighs, and the last model is used, not the average of all. Absent clients keep their weight: a cohort S
-projects `lambda_S + gamma F_S` on the simplex of mass `sum_S lambda`, which with everyone present is the step above.
-(Projecting all entries would drive absent ones to 0 with losses all equal.) A newcomer starts with `1/M` and the others
-shrink to make room. `reset=True` forgets lambda after every round, as a public benchmark of FedHEAL's authors does:
-`Proj(1/K + gamma F)` over the cohort. That code takes the loss of the local model on *test* data; this one never does.
+Deviations, as in every federated version: clients take many local steps instead of one gradient step. Lambda is updated
+before the average that it weights. The last model is used, not the average of all models. Absent clients keep their
+weight: a cohort S projects `lambda_S + gamma F_S` on the simplex of mass `sum_S lambda`. If all clients are present,
+this is the step above. (Projecting all entries would drive absent ones to 0 with losses all equal.) A newcomer starts
+with `1/M` and the others shrink to make room. `reset=True` forgets lambda after every round, as a public benchmark of
+FedHEAL's authors does: `Proj(1/K + gamma F)` over the cohort. That code takes the loss of the local model on *test*
+data; this one never does.
 """
 
 from dataclasses import dataclass, replace
@@ -73,8 +74,8 @@ def afl_weights(
 def project(v: Floats, mass: float = 1.0, floor: float = 0.0) -> Floats:
     """Return the point nearest to v whose entries sum to `mass` and are all at least `floor`.
 
-    It is `floor + max(v - theta, 0)`, with theta found by sorting: the largest j such that the j largest entries stay
-    positive when they alone share what is left above the floors (Held, Wolfe and Crowder 1974; Duchi et al. 2008).
+    It is `floor + max(v - theta, 0)`. Theta follows from sorting: take the largest j for which the j largest entries
+    stay positive when they alone share what is left above the floors (Held, Wolfe and Crowder 1974; Duchi et al. 2008).
     """
     free = mass - len(v) * floor
     if free <= 0:

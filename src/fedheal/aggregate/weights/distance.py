@@ -1,11 +1,11 @@
 """FAEL: clients whose models must move further get more weight, by a momentum rule on their update's squared norm.
 
-Chen, Huang and Ye, CVPR 2024. With `s` the share of the (kept) squared norms, the paper's rule is `dp = (1-beta) dp +
-beta s`, `p = p + dp`, normalised. Two deviations, which change nothing with everyone present: a cohort redistributes
-only the weight it holds, and a late joiner's momentum is corrected for its bias. `per_step=True` is an extension:
-distances, which grow with the number of local steps, are divided by the square of `reach`, how far the client's steps
-go on a constant unit gradient. `cumulative_rule` follows the authors' code: un-squared norms summed over tensors,
-weights that add up for ever.
+Chen, Huang and Ye, CVPR 2024. With `s` the share of the (kept) squared norms, the paper's rule is
+`dp = (1-beta) dp + beta s`, `p = p + dp`, normalised. There are two deviations: a cohort redistributes only the weight
+it holds, and a late joiner's momentum is corrected for its bias. If all clients are present, they change nothing.
+`per_step=True` is an extension. Distances grow with the number of local steps, so they are divided by the square of
+`reach`, how far the client's steps go on a constant unit gradient. `cumulative_rule` follows the authors' code: norms
+without squares, summed over tensors, and weights that are never normalised.
 """
 
 from collections.abc import Callable

@@ -5,9 +5,9 @@ the diagonal of K and C the centring matrix: a convex quadratic in p. We minimis
 
     |C (a - 2 K p)|^2 / (M sbar^2) + ridge |p - reference|^2,       sbar = mean(a).
 
-On the simplex every target can be folded into the matrix (`b = b 1^T x`), which leaves the point of smallest norm in
-the hull of its columns, and that is a non-negative least squares problem in disguise: if y minimises
-`|B y|^2 + (1^T y - 1)^2` over `y >= 0`, then `y / sum y` minimises `|B x|^2` over the simplex. scipy solves it exactly.
+On the simplex every target can be folded into the matrix (`b = b 1^T x`). What is left is the point of smallest norm in
+the hull of the matrix's columns. This is a non-negative least squares problem: if y minimises `|B y|^2 + (1^T y - 1)^2`
+over `y >= 0`, then `y / sum y` minimises `|B x|^2` over the simplex. scipy solves it exactly.
 """
 
 from dataclasses import replace

@@ -8,8 +8,8 @@ Li, Sanjabi, Beirami and Smith, "Fair Resource Allocation in Federated Learning"
 a mean weighted by `F^q`, shrunk by an estimate of the curvature. `F_m` is the metric `loss`, that of the received model
 on the client's own training data, plus 1e-10. The modes differ in L:
 
-- `"qfedavg_eff"` (default): `L = 1/reach`, with `reach` the effective step of all local steps: how far they go on a
-  constant unit gradient. For one step without momentum that is the paper's L.
+- `"qfedavg_eff"` (default): `L = 1/reach`. `reach` is the effective step of all local steps, how far they go on a
+  constant unit gradient. For one step without momentum this is the paper's L.
 - `"qfedavg"`: the paper's `L = 1/lr`. After many local steps it all but stops training (a factor of 0.01 at lr 0.001,
   |D| 0.3, F 1 and q 1).
 - `"reweight"`: no curvature term (L = 0), which is not the published update.

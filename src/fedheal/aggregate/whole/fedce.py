@@ -1,18 +1,18 @@
 """FedCE: Jiang et al., "Fair Federated Medical Image Segmentation via Client Contribution Estimation", CVPR 2023.
 
 Weights `e` start equal. Gradient space: `cos_m` between a client's update and the weighted sum of the others', averaged
-over its rounds; `a_m = 1 - mean cos`, normalised. Data space: the accuracy on the client's validation data of the model
-without it, averaged over its rounds by the client itself (`local/fedce.py`), with 0 for the first; `b_m = 1 - mean
-accuracy`, normalised. `e ~ a * b` (`mode="times"`) or `a + b` (`"plus"`). The model is averaged with the new e. a, b
-and e are floored at 1e-3.
+over its rounds; `a_m = 1 - mean cos`, normalised. Data space: `b_m = 1 - mean accuracy`, normalised. The accuracy is
+that of the model without the client, on the client's validation data. The client itself averages it over its rounds
+(`local/fedce.py`), with 0 for the first. `e ~ a * b` (`mode="times"`) or `a + b` (`"plus"`). The model is averaged with
+the new e. a, b and e are floored at 1e-3.
 
-Deviations. The weighted sum of the others uses the last e; the authors' assembler in NVFlare computes it with equal
-weights in every round, since it never stores the new e. After a floor shares sum to 1 again, which they do not there.
-For clients that were absent: means are over a client's own rounds, those of the accuracy over the rounds in which it
-was measured; a client without any takes the mean of the cohort. The 0 of the first round counts for all alike, as one
-of the most rounds that any client took part in, or it would favour those that come seldom. Weights are shares of the
-cohort; between rounds `e` is kept times the cohort's size, so that 1 is an equal part of any cohort, and where a
-newcomer starts.
+Deviations. The weighted sum of the others uses the last e. The authors' assembler in NVFlare computes it with equal
+weights in every round, since it never stores the new e. After a floor our shares sum to 1 again, theirs do not. Absent
+clients: means are over a client's own rounds. The mean of the accuracy is over the rounds in which it was measured, and
+a client without any takes the mean of the cohort. The 0 of the first round counts for all clients alike, as one of the
+most rounds that any client took part in. Otherwise it would favour clients that come seldom. Weights are shares of the
+cohort. Between rounds `e` is kept times the cohort's size, so that 1 is an equal part of any cohort. A newcomer starts
+at 1.
 """
 
 from dataclasses import dataclass, replace

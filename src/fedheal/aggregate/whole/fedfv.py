@@ -2,11 +2,12 @@
 
 Wang, Fan, Qi, Wen, Wang and Yu, "Federated Learning with Fair Averaging", IJCAI 2021.
 
-1. In the order of the clients' losses (of the received model, on their own training data), smallest first, each update is
-   projected off every other *original* update that it conflicts with (negative inner product); the share `alpha` of clients
-   with the largest losses keep theirs as they are. The mean of the results is `g`.
-2. From round `tau` (counted from 0) on, for k = tau-1, ..., 0: the last updates of clients last seen k rounds ago that conflict
-   with g are added up, and g is projected off the sum. As in the authors' code, k = 0 are this round's own clients.
+1. Updates are taken in the order of the clients' losses (of the received model, on their own training data), smallest
+   first. Each is projected off every other *original* update that it conflicts with (negative inner product). The share
+   `alpha` of clients with the largest losses keep their updates as they are. The mean of the results is `g`.
+2. From round `tau` (counted from 0) on, for k = tau-1, ..., 0: take the last updates of the clients last seen k rounds
+   ago. Those that conflict with g are added up, and g is projected off the sum. As in the authors' code, k = 0 are this
+   round's own clients.
 3. g is given the length of the plain mean of the updates. Buffers are averaged evenly.
 
 All of this happens in the span of the updates, so it is done on their inner products. Updates are the negatives of the
@@ -17,9 +18,9 @@ Deviations: the authors' code counts rounds from 1, so that step 2 begins a roun
 Equal losses are ordered by client id. With `alpha=0` nobody is kept, as in the authors' code, although its formula for
 the share would keep one.
 
-Memory: the updates of clients last seen in the `tau - 1` rounds before, as they were sent: nothing for tau 0 and 1,
-else at most `(tau - 1) * cohort * G` numbers (20 clients, 5 million float32 parameters, tau = 3: 800 MB), in the state
-and every checkpoint.
+Memory: the state and every checkpoint hold the updates of clients last seen in the `tau - 1` rounds before, as they
+were sent. For tau 0 and 1 that is nothing, else at most `(tau - 1) * cohort * G` numbers: 800 MB for 20 clients, 5
+million float32 parameters and tau = 3.
 """
 
 import math

@@ -1,15 +1,15 @@
 """FedGA: Zhang et al., "Federated Domain Generalization with Generalization Adjustment", CVPR 2023.
 
-Weights `a` start equal. A client whose validation loss rose most when its model became the global one gets more weight:
-`G_m = loss of the model received - loss of the model it sent the round before`, `a_m += (s_t / K) G_m / max |G|`,
-clipped to [0, 1], normalised; `s_t = s0 (1 - (t-1)/T)` in round t of T. The gap of a round is known when its model is
-next received, so it acts in the round after, with the step of its own round. The authors' script for PACS takes gaps of
-accuracies by default, with the sign turned; ours are of losses, as in the paper. Public re-implementations have the
-sign reversed for accuracies.
+Weights `a` start equal. A client whose validation loss rose most when its model became the global one gets more weight.
+Its gap `G_m` is the loss of the model received less the loss of the model that it sent the round before. Then
+`a_m += (s_t / K) G_m / max |G|`, clipped to [0, 1] and normalised, with `s_t = s0 (1 - (t-1)/T)` in round t of T. The
+gap of a round is known when its model is next received, so it acts in the round after, with the step of its own round.
+The authors' script for PACS takes gaps of accuracies by default, with the sign turned; ours are of losses, as in the
+paper. Public re-implementations have the sign reversed for accuracies.
 
 Deviations, for clients that were absent. A cohort redistributes only the weight it holds, and a newcomer starts with an
-equal share. A gap counts for clients of the last cohort, since the global model changes; the others take the mean of
-those gaps.
+equal share. A gap counts for clients of the last cohort, since the global model changes. The other clients take the
+mean of these gaps.
 """
 
 from dataclasses import dataclass, replace
@@ -30,8 +30,8 @@ FEDGA_S0 = Parameter("s0", 0.2, "first step of the weights; it falls linearly", 
 class FedGAState(State, kind="fedga"):
     """The number of cohorts so far, and the clients ever seen.
 
-    Each client has a weight `a` (they sum to 1), the validation loss of the model that it sent last, and the number of the
-    cohort it was in then.
+    Each client has a weight `a`, the validation loss of the model that it sent last, and the number of the cohort it
+    was in then. The weights sum to 1.
     """
 
     rounds: int

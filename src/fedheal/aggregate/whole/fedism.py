@@ -1,9 +1,9 @@
 """The server's part of FedISM: weights that grow with the sharpness of the global model on a client's data.
 
-Wu et al., "From Optimization to Generalization: Fair Federated Learning against Quality Shift via Inter-Client Sharpness
-Matching", IJCAI 2024. With `s_m` the metric `sharpness`, at least 1e-10: shares in proportion to `s^q`, and the weights move
-towards them, `a = (1 - beta) a + beta share`; in the first round they are the shares. The clients' part is in
-`local/fedism.py`.
+Wu et al., "From Optimization to Generalization: Fair Federated Learning against Quality Shift via Inter-Client
+Sharpness Matching", IJCAI 2024. `s_m` is the metric `sharpness`, at least 1e-10. The weights move towards shares in
+proportion to `s^q`: `a = (1 - beta) a + beta share`. In the first round the weights are the shares. The clients' part
+is in `local/fedism.py`.
 
 Deviations, for clients that were absent: a cohort redistributes only the weight it holds, and a newcomer of a later round
 starts with an equal share.

@@ -7,20 +7,20 @@ Guan et al., "Rethinking Fair Federated Learning from Parameter and Client View"
    all updates. Their coefficients fade as training settles: `beta F / F_0`, `beta |mean D|^2 / |mean D_0|^2`, with the
    cohort's mean F and the first round's values below the line. Mixed by their spread: `u = r p + (1-r) q`,
    `r = sd(p) / (sd(p) + sd(q))`.
-2. From the second round on, client m's smallest entries of every tensor are dropped, a share `rho K (1/F_m) / sum 1/F` of
-   them (at most all): clients that fit well lose more.
-3. The step is the plain sum `sum_m u_m D_m` of what is left, not normalised per entry. In every tensor, the share `rho` of
-   entries that clients agree on most is multiplied by `1 + a/b` if that is below 2: `a` the mean size of what was dropped,
-   `b` that of the step on these entries. Agreement: every client's tensor scaled to length 1, then every entry's column
-   over clients as well; the smaller the standard deviation over clients, the better. For a column z that is
-   `(1 - (sum z)^2 / (K sum z^2)) / (K - 1)` squared, so two sums over clients are enough.
+2. From the second round on, client m's smallest entries of every tensor are dropped: a share `rho K (1/F_m) / sum 1/F`,
+   at most all. Clients that fit well lose more.
+3. The step is the plain sum `sum_m u_m D_m` of what is left, not normalised per entry. In every tensor, the share `rho`
+   of entries that clients agree on most is multiplied by `1 + a/b` if that is below 2. `a` is the mean size of what was
+   dropped, `b` that of the step on these entries. For the agreement, every client's tensor is scaled to length 1, and
+   then every entry's column over clients. The smaller the standard deviation over clients, the better. For a column z
+   that is `(1 - (sum z)^2 / (K sum z^2)) / (K - 1)` squared, so two sums over clients are enough.
 
-Deviations. Absent clients: the cohort rule of FAEL (`distance.py`), with shares over the cohort, its correction for
-late joiners (each client's `1 - prod (1 - b)` is stored), newcomers at `1/M`; `|mean D|^2` instead of the mean of `K
-1`, which would depend on the size of the cohort. p and q start uniform; the authors' code starts them at nothing: the
+Deviations. Absent clients: FAEL's cohort rule applies (`distance.py`), with shares over the cohort and its correction
+for late joiners (each client's `1 - prod (1 - b)` is stored). Newcomers start at `1/M`. `|mean D|^2` replaces the mean
+of `K 1`, which would depend on the size of the cohort. p and q start uniform, and at 0 in the authors' code. The
 difference fades over the first rounds. Negative alignments count as 0 and the coefficients stay at most 1. `a` is taken
-over all dropped entries and `b` over all agreed ones (the code takes every tenth of each), `a` averaged over the
-clients that dropped any; without any, or with one client alone, nothing is stressed. 1e-10 is added to the losses.
+over all dropped entries and `b` over all agreed ones. (The code takes every tenth of each.) `a` is averaged over the
+clients that dropped any. If none did, or with one client alone, no entry is multiplied. 1e-10 is added to the losses.
 Buffers are averaged with u and not dropped.
 """
 

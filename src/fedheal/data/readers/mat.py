@@ -1,7 +1,7 @@
 """Digits as MATLAB files: one variable of images and one of labels, whose names and axes `MatNames` states.
 
-This reads just these two of MATLAB's version 5 format, because `scipy.io.loadmat` is not safe on damaged files: a few
-flipped bits in a header end the process with a bus error (SciPy 1.17), and a child process would cost a second a file.
+This reads just these two of MATLAB's version 5 format, because `scipy.io.loadmat` is not safe on damaged files. A few
+flipped bits in a header end the process with a bus error (SciPy 1.17). A child process would cost a second a file.
 
 An element states its type and its length. A variable is a sequence of elements (class, sizes, name, values), plain or
 compressed as a whole; a cell array holds variables. Every length is checked before it is used.
