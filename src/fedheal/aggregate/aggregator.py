@@ -124,8 +124,8 @@ class Aggregator:
 
         Raises:
             BadUpdate: A client's update cannot be used, and `on_bad_update` is `"raise"`.
-            ValueError: Model, updates or state do not fit this aggregator; the new model would not be finite
-                (`ModelOverflow`); a user's own stage or reducer failed (`CustomPartError`).
+            ValueError: Model, updates or state do not fit this aggregator. Or the new model would not be finite
+                (`ModelOverflow`), or a user's own stage or reducer failed (`CustomPartError`).
             TypeError: Model or updates are of another type.
         """
         check_type(

@@ -1,8 +1,9 @@
 """Decide whether a run is small enough to share a GPU with others.
 
-The rule is a threshold on parameters x pixels of an image x batch size, which grows with the work of a training step. On Digits
-the small CNN has 7e8, and four runs at a time on a GPU finish 1.4 times as many rounds as one, 2 times with NVIDIA's
-multi-process service; the paper's ResNet-10 has 3e11 and gains nothing (docs/performance.md, benchmarks/packing.py).
+The rule is a threshold on parameters x pixels of an image x batch size, which grows with the work of a training step.
+On Digits the small CNN has 7e8. Four runs at a time on a GPU finish 1.4 times as many rounds as one, or 2 times with
+NVIDIA's multi-process service. The paper's ResNet-10 has 3e11 and gains nothing (docs/performance.md,
+benchmarks/packing.py).
 """
 
 from __future__ import annotations

@@ -43,11 +43,11 @@ def open_engine(
 ) -> Iterator[Engine]:
     """Open an engine for as long as the context lasts: `serial`, `lanes`, `cohort`, `ray`, or `auto`.
 
-    `auto` is `serial` on a CPU and on a GPU `cohort`, which uses lanes if a run does not fit it or lanes are faster, or `lanes`
-    if their number is given. `workers` are the processes of the serial engine, with so many `threads` each; `lanes` are the
-    clients that are trained side by side on a GPU, None for as many as fill it. `evaluated` are splits that workers can
-    evaluate models on. With `ray` the workers are actors of the cluster at `ray_address` (`auto` if None), and 0 means as many
-    as it has room for.
+    `auto` is `serial` on a CPU. On a GPU it is `lanes` if the number of lanes is given, else `cohort`. A cohort uses
+    lanes if a run does not fit it or lanes are faster. `workers` are the processes of the serial engine, with so many
+    `threads` each. `lanes` are the clients that are trained side by side on a GPU, None for as many as fill it.
+    `evaluated` are splits that workers can evaluate models on. With `ray` the workers are actors of the cluster at
+    `ray_address` (`auto` if None), and 0 means as many as it has room for.
     """
     check_engine(local_training.device, engine, workers, threads, ray_address)
     on_gpu = local_training.device.type == "cuda"

@@ -1,9 +1,9 @@
 """The engine that trains all clients of a round as one program on a GPU.
 
-A batch of 64 images is too small for a GPU, and a small network's step is dozens of kernels that are each launched for one
-client. Here the clients' batches are stacked, and the layers with parameters are replaced by layers that hold every client's
-own (`models.stacked_layers`): one launch per layer serves all clients (`cohort_group`). Terms that change gradients act on all
-clients at once; terms that add to the loss are called client by client.
+A batch of 64 images is too small for a GPU, and a small network's step is dozens of kernels that are each launched for
+one client. Here the clients' batches are stacked, and layers that hold every client's parameters replace the layers
+with parameters (`models.stacked_layers`). So one launch per layer serves all clients (`cohort_group`). Terms that
+change gradients act on all clients at once. Terms that add to the loss are called client by client.
 
 Not every module fits: one that mixes the examples of a batch would mix clients. `cohort_check` finds that out before clients
 train. A run that does not fit uses lanes, and `fallback_reason` says why.

@@ -1,14 +1,15 @@
 """The engine that trains clients side by side on one GPU.
 
-A small network's step is dozens of kernels that each fill a fraction of a GPU and are launched one by one. A *lane* is a copy
-of the module with an optimiser, a stream, and CUDA graphs of its steps; several lanes train a client each at the same time.
-What a step reads is at fixed addresses and is refilled: the images of all clients stay on the device, a client's batches for
-the round are uploaded as one table of indices and shifts, and what its terms prepared is copied into the lane's own `scratch`.
-Hence the rule for a term: `loss` and `grad` read `ctx.scratch`, and nothing else of `ctx` that differs between clients.
+A small network's step is dozens of kernels that each fill a fraction of a GPU and are launched one by one. A *lane* is
+a copy of the module with an optimiser, a stream, and CUDA graphs of its steps. Several lanes train a client each at the
+same time. What a step reads is at fixed addresses and is refilled. The images of all clients stay on the device. A
+client's batches for the round are uploaded as one table of indices and shifts. What its terms prepared is copied into
+the lane's own `scratch`. Hence the rule for a term: `loss` and `grad` read `ctx.scratch`, and nothing else of `ctx`
+that differs between clients.
 
-The first steps of a batch size run eagerly, which also warms up what must not be set up inside a graph; later ones are
-captured and replayed. If a module or a term cannot be captured, the run falls back to the serial engine, which has the same
-seeds, batches and steps.
+The first steps of a batch size run eagerly, which also warms up what must not be set up inside a graph. Later steps are
+captured and replayed. If a module or a term cannot be captured, the run falls back to the serial engine, which has the
+same seeds, batches and steps.
 """
 
 import logging

@@ -1,7 +1,8 @@
 """What engines of several processes share: they cut a round into jobs, and any process gives the same result for a job.
 
-A job of training is a list of tasks, a job of evaluation a list of batches. A result does not depend on where or how often a
-job is done: what it needs is in the setup, in what all jobs of the round have in common, and in the job itself.
+A job of training is a list of tasks, a job of evaluation a list of batches. All that a job needs is in the setup, in
+what all jobs of the round have in common, and in the job itself. So a result does not depend on where or how often a
+job is done.
 """
 
 import pickle

@@ -1,7 +1,8 @@
 """The precision of arithmetic on a GPU: `fp32`, `tf32` (matrix units, 10 bits of mantissa) or `bf16` (autocast).
 
-Parameters, the accumulation of gradients and the optimiser are float32 throughout; in `bf16` the forward pass and what it saves
-are bfloat16. torch keeps these settings for the whole process, so a run sets them and restores them at its end.
+Parameters, the accumulation of gradients and the optimiser are float32 throughout. In `bf16` the forward pass and what
+it saves are bfloat16. torch keeps these settings for the whole process, so a run sets them and restores them at its
+end.
 """
 
 import os

@@ -1,7 +1,8 @@
 """The serial engine: train one client after another, on any device.
 
-A client starts from the global model with a fresh optimiser, takes its epochs or steps over its own shuffled examples (the
-last, smaller batch included) and returns what it changed. Terms are called before training, at each step and at the end.
+A client starts from the global model with a fresh optimiser. It takes its epochs or steps over its own shuffled
+examples (the last, smaller batch included), and returns what it changed. Terms are called before training, at each step
+and at the end.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -10,8 +10,8 @@ MAX_NAME = 200  # characters of a client's or domain's name
 MAX_TEXT = 300  # characters of a client's text in logs and records
 MAX_ERROR = 200  # characters of a client's exception, whose text may hold its data
 
-# A gradient, control variate or activation of a million belongs to a training that has diverged, and its mean over the clients
-# would make every other site diverge, too. Class counts, at most a client's examples, may be larger.
+# A gradient, control variate or activation of a million belongs to a training that has diverged. Its mean over the
+# clients would make every other site diverge, too. Class counts, at most a client's examples, may be larger.
 MAX_MESSAGE = 1e6  # in a message of a local term
 
 MAX_METRIC = 1e10  # of a metric that the aggregation needs: sums and squares of it stay finite

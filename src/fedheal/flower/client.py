@@ -1,7 +1,7 @@
 """The client's side: what a Flower client adds so that fair aggregation knows it and can ask more of it.
 
-With a training loop of your own, answer with `reply`: it sends the client's name and domain along, and masks the update if the
-server asks for that. `train` and `evaluate` do the whole work with fedheal's own engine, local terms included::
+With a training loop of your own, answer with `reply`. It also sends the client's name and domain, and masks the update
+if the server asks for it. `train` and `evaluate` do the whole work with fedheal's own engine, local terms included::
 
     app = ClientApp()
 

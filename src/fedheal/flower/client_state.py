@@ -1,13 +1,13 @@
 """What a client saves between rounds: in Flower's `context.state`, or in a folder that outlives the run.
 
-`context.state` is empty again in a new run, so a federation that is resumed, or a client whose node restarts without its key,
-needs a folder to continue with the same results. A client keeps its state after its last round that the server accepted, and
-after the one it trained last, which may not have been accepted. A folder also keeps that of the accepted round before: a
-resumed server whose newest checkpoint is damaged continues from the one before. A state of another federation, or a damaged
-one, is ignored: a client without state can still train.
+`context.state` is empty again in a new run. So a resumed federation, or a client whose node restarts without its key,
+needs a folder to continue with the same results. A client keeps two states: the one after its last round that the
+server accepted, and the one after the round it trained last, which may not have been accepted. A folder also keeps the
+state of the accepted round before. A resumed server whose newest checkpoint is damaged continues from there. A damaged
+state, or one of another federation, is ignored: a client without state can still train.
 
-Beside its states is a token, which only the client and the server know. By it a client whose node has no name yet finds its own
-last accepted round among those of all clients, and nobody else can.
+Beside its states is a token, which only the client and the server know. With it a client whose node has no name yet
+finds its own last accepted round among those of all clients. Nobody else can.
 """
 
 import json

@@ -1,11 +1,11 @@
 """What travels in Flower's messages: models as named arrays, and the records that fedheal adds.
 
-A stock client reads the model and the config, and replies with a model and metrics; it ignores the rest. Every record of ours
-has a name that starts with `fedheal`. Instructions to clients are keys of the config itself, because Flower's mods accept
-messages with one config only.
+A stock client reads the model and the config, and replies with a model and metrics. It ignores the rest. Every record
+of ours has a name that starts with `fedheal`. Instructions to clients are keys of the config itself, because Flower's
+mods accept messages with one config only.
 
-numpy has no bfloat16. Such arrays travel as float32, which holds every value, with the label bfloat16: we restore them, and a
-stock client, whose `load_state_dict` rounds to the model's own dtype, gets the same values.
+numpy has no bfloat16. Such arrays travel as float32, which holds every value, with the label bfloat16. Our client
+restores them. A stock client gets the same values, since its `load_state_dict` rounds to the model's own dtype.
 """
 
 import hashlib

@@ -1,13 +1,13 @@
 """Which client each node is, and whether a message is a valid reply to this round.
 
-A client's name is the `client` in its reply's ConfigRecord `fedheal` (`fedheal.flower.client` puts it there), else
-`partition-<id>` if the reply holds a `partition-id` or Flower's simulation says so, else `node-<id>`. Only the last does not
-survive a node's restart. A reply that names less than an earlier one of its node (for example a stock evaluation) keeps the
-known name and domain. A node keeps the first name it gives in a run: otherwise it could fill the state with a new client each
-round.
+A client's name is the `client` in its reply's ConfigRecord `fedheal`, which `fedheal.flower.client` puts there. Else it
+is `partition-<id>` if the reply holds a `partition-id` or Flower's simulation says so, else `node-<id>`. Only
+`node-<id>` does not survive a node's restart. A reply that names less than an earlier reply of its node (for example a
+stock evaluation) keeps the known name and domain. A node keeps the first name it gives in a run: otherwise it could
+fill the state with a new client each round.
 
-Several nodes may use a name one after another: a site that restarts without a key has a new id each time. The earlier ones are
-remembered, so that a node that was away gets its name back from one that used it meanwhile.
+Several nodes may use a name one after another: a site that restarts without a key has a new id each time. The earlier
+nodes are remembered. So a node that was away gets its name back from a node that used it meanwhile.
 """
 
 import logging
@@ -96,12 +96,12 @@ class NodeRegistry:
     ) -> list[ReceivedReply]:
         """Identify the senders of a round's replies, in the order of names.
 
-        Replies of nodes that were not asked, that reply twice, or that use another node's name get a problem. A name belongs to
-        the first of the connected nodes that used it, so a node that was away gets it back. Another node may use it while
-        that one is gone, or for a round in which that one was asked and is silent: a node that restarts without a key gets
-        a new id, and the old one never replies. While the owner is connected and was not asked, a restart cannot be told
-        from a second site with the same name. An error of the owner counts as silence if its client replies from another
-        node: the owner has died.
+        Replies of nodes that were not asked, that reply twice, or that use another node's name get a problem. A name
+        belongs to the first of the connected nodes that used it, so a node that was away gets it back. Another node may
+        use it while the owner is gone, or for a round in which the owner was asked and is silent. For example, a node
+        that restarts without a key gets a new id, and its old id never replies. While the owner is connected and was
+        not asked, a restart cannot be told from a second site with the same name. An error of the owner counts as
+        silence if its client replies from another node: the owner has died.
         """
         identified = (self._identify(message, round_number, requests, client_domains) for message in replies)
         ordered = sorted(identified, key=lambda reply: (reply.client, reply.node))

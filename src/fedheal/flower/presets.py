@@ -56,8 +56,9 @@ def FedHEAL(
 ) -> FairStrategy:
     """FedHEAL (CVPR 2024) as a strategy.
 
-    With `placement="client"` the clients (with `fedheal.flower.client`) keep their own sign counts and mask their own updates,
-    and the server keeps four numbers per client instead of a byte per client and parameter. The results are the same.
+    With `placement="client"` the clients (with `fedheal.flower.client`) keep their own sign counts and mask their own
+    updates. The server then keeps four numbers per client instead of a byte per client and parameter. The results are
+    the same.
 
     Args:
         tau: The least consistency of an entry that is kept.
@@ -117,9 +118,10 @@ def AFL(
 def QFFL(*, q: float = QFFL_Q.default, mode: str = QFFL_MODE.default, **settings: Any) -> FairStrategy:
     """q-FFL (Li et al. 2020) as a strategy.
 
-    Clients must send the `loss` of the received model and, by default, `reach`, the effective step of their local steps:
-    the learning rate times their number, without momentum (see `fedheal.local.term.effective_step`). `mode="qfedavg"` needs
-    their learning rate as `lr` instead, `mode="reweight"` neither. `fedheal.flower.client.train` sends what is asked for.
+    Clients must send the `loss` of the received model and, by default, `reach`, the effective step of their local
+    steps. Without momentum it is the learning rate times their number (see `fedheal.local.term.effective_step`).
+    `mode="qfedavg"` needs their learning rate as `lr` instead, `mode="reweight"` neither. `fedheal.flower.client.train`
+    sends what is asked for.
 
     Args:
         q: The power of the loss; 0 is uniform averaging.

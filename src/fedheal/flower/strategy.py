@@ -1,9 +1,9 @@
 """A Flower strategy around any aggregator.
 
-Flower's messages become `Updates`, the server step that simulations use makes the new model, and the same `RunState` is saved
-after every round, so that a new run can resume a dead one. `start` is the loop. Flower's own loop, which its
-differential-privacy wrappers run, calls the same four methods, may change the model in between, and does not say which round
-is the last.
+Flower's messages become `Updates`, and the server step that simulations use makes the new model. The same `RunState` is
+saved after every round, so that a new run can resume a dead one. `start` is the loop. Flower's differential-privacy
+wrappers run Flower's own loop, which calls the same four methods. It may change the model in between, and does not say
+which round is the last.
 """
 
 import logging
@@ -56,16 +56,16 @@ MetricsAggregation = Callable[[list[RecordDict], str], MetricRecord]
 class FairStrategy(Strategy):
     """Any aggregator, or a whole method with its local terms, as a Flower strategy.
 
-    A client whose reply is bad is skipped, counted and logged, and the run continues: errors, wrong names or shapes, NaN, a
-    second reply, a number of examples that is not positive or above `max_examples`, an update longer than `max_norm`. A
-    newcomer counts from its first reply; a client that leaves keeps its history.
+    A client whose reply is bad is skipped, counted and logged, and the run continues. A bad reply has an error, wrong
+    names or shapes, NaN, a number of examples that is not positive or above `max_examples`, or an update longer than
+    `max_norm`, or it is a second reply. A newcomer counts from its first reply. A client that leaves keeps its history.
 
     Args:
         method: An `Aggregator`, a `Method`, or a name such as "fedprox+fedheal:tau=0.4"; local terms need our client.
         model: The module, or its `Layout`. Without it, torch's names tell float buffers from parameters.
         folder: The run folder, written after every round.
-        save_seconds: How many seconds lie at least between two checkpoints in `folder`; a resume repeats the rounds since the
-            last one. 0: every round has one, as always where clients keep a state of their own.
+        save_seconds: The least number of seconds between two checkpoints in `folder`. A resume repeats the rounds since
+            the last one. With 0 every round has a checkpoint, as always if clients keep a state of their own.
         resume: Whether to continue the run in `folder`.
         data, name: The names of the data and of the method in reports. An aggregator of your own is identified by its name.
         seed: The seed of the cohorts.

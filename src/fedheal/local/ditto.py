@@ -1,9 +1,10 @@
 """Ditto: Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021.
 
-Besides the global model each client trains its own v on `F_m(v) + lam/2 |v - W|^2`, W the received model. The FedHEAL paper
-evaluates the average of the personal models: reading (a), `feedback=False`, trains the global model by FedAvg as usual and
-evaluates `V = sum P_m v_m`; reading (b), `feedback=True`, makes V the global model. The sum is over all clients that have a
-personal model, each with the weight it last had; a server that only has this round's personal models sums over those.
+Besides the global model each client trains its own v on `F_m(v) + lam/2 |v - W|^2`, W the received model. The FedHEAL
+paper evaluates the average of the personal models, `V = sum P_m v_m`, which has two readings. With `feedback=False` the
+global model is trained by FedAvg as usual, and V is only evaluated. With `feedback=True` V becomes the global model.
+The sum is over all clients that have a personal model, each with the weight it last had. A server that only has this
+round's personal models sums over these.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,9 @@
 """FCCL: Huang, Ye and Du, "Learn from Others and Be Yourself in Heterogeneous Federated Learning", CVPR 2022.
 
-Learn from others: `cross_correlation`. Be yourself: `CE + inter KL(q_g || q) + intra KL(q_p || q)`, where q are the class
-probabilities of the model in training, q_g those of the received model (inter-domain) and q_p those of a model that the client
-trained on its own data alone, before its first round (intra-domain). Both are frozen and in evaluation mode.
+Learn from others: `cross_correlation`. Be yourself: `CE + inter KL(q_g || q) + intra KL(q_p || q)`. q are the class
+probabilities of the model in training, and q_g those of the received model (inter-domain). q_p are those of a model
+that the client trained on its own data alone, before its first round (intra-domain). Both teachers are frozen and in
+evaluation mode.
 """
 
 from dataclasses import dataclass

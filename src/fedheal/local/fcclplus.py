@@ -1,9 +1,10 @@
 """FCCL+: Huang, Ye, Shi and Du, "Generalizable Heterogeneous Federated Cross-Correlation and Instance ...", TPAMI 2023.
 
-On public images, besides `cross_correlation`: `similarity KL(t || s)`. A row of s is the softmax of an image's cosines to the
-other images of its batch, divided by `similarity_temperature`; t is the same of the clients' mean cosines. On private images:
-`CE + inter T^2 sum_{j != y} q_g,j log(q_g,j / q_j)`, where q and q_g are the probabilities at temperature T of the model in
-training and of the received one, and y is the label. The released code does not renormalise the other classes either.
+On public images, besides `cross_correlation`: `similarity KL(t || s)`. A row of s is the softmax of an image's cosines
+to the other images of its batch, divided by `similarity_temperature`. t is the same for the clients' mean cosines. On
+private images: `CE + inter T^2 sum_{j != y} q_g,j log(q_g,j / q_j)`. q and q_g are the probabilities at temperature T
+of the model in training and of the received model. y is the label. The released code does not renormalise the other
+classes either.
 """
 
 from collections.abc import Mapping

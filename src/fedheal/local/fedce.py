@@ -1,8 +1,8 @@
 """FedCE: Jiang et al., "Fair Federated Medical Image Segmentation via Client Contribution Estimation", CVPR 2023.
 
-A client reports how well the others do without it (`accuracy_without`): the accuracy, on examples that it holds out of its own
-training data, of `(W - e w_prev) / (1 - e)`, with `w_prev` the model it sent last and `e` the weight that model had, averaged
-over its rounds. The client keeps that mean, as in the authors' code.
+A client reports how well the others do without it (`accuracy_without`). This is the accuracy of `(W - e w_prev) / (1 - e)` on
+examples that it holds out of its own training data, averaged over its rounds. `w_prev` is the model that it sent last,
+and `e` the weight that this model had. The client keeps the mean, as in the authors' code.
 
 Deviation: W contains `e w_prev` only in the next round. Later the formula would subtract what is no longer there, running
 variances would fall below zero, and the network would give NaN. So a client that was absent in the previous round, was alone

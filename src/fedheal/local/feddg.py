@@ -3,11 +3,11 @@
 Liu et al., "FedDG: Federated Domain Generalization on Medical Image Segmentation via Episodic Learning in Continuous Frequency
 Space", CVPR 2021.
 
-A bank holds amplitudes of the low frequencies of some images of every client. In each step a client makes a second version of
-its batch: the phases stay, and the low amplitudes are mixed with those of a random spectrum of another client, `(1 - l) A +
-l A'` with l uniform in [0, 1]. An inner step on the batch, `w' = w - meta_lr grad CE(w)`, is followed by the cross-entropy of
-w' on the second version, and the loss is the sum of both. As in the released code the inner gradient is a constant, which
-makes this first-order MAML.
+A bank holds amplitudes of the low frequencies of some images of every client. In each step a client makes a second
+version of its batch. The phases stay. The low amplitudes are mixed with those of a random spectrum of another client:
+`(1 - l) A + l A'`, with l uniform in [0, 1]. An inner step on the batch, `w' = w - meta_lr grad CE(w)`, is followed by
+the cross-entropy of w' on the second version, and the loss is the sum of both. As in the released code the inner
+gradient is a constant, which makes this first-order MAML.
 
 For classification, both losses are cross-entropies and the boundary term is left out: its contrast is between pixels inside and
 outside of a contour. Other deviations:

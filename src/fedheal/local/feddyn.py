@@ -1,14 +1,15 @@
 """FedDyn: Acar et al., "Federated Learning Based on Dynamic Regularization", ICLR 2021.
 
-Client: minimise `f_m(w) - <g_m, w> + alpha/2 |w - W|^2`, then `g_m -= alpha (w_m - W)`. Server: `h -= alpha/M sum_S (w_m - W)`
-and `W+ = mean_S w_m - h / alpha`. As in the authors' code the plain average is evaluated (`eval_model="average"`), not the
-corrected model that is broadcast, and gradients are clipped at norm 10: the whole sum here, there without `alpha w`, which
-their optimiser adds as weight decay. Buffers are averaged, never corrected. `h` is the mean of the `g_m` of all M clients.
-When M changes, h is rescaled: newcomers start with `g_m = 0`, and a client that took part and left counts with its last `g_m`.
+Client: minimise `f_m(w) - <g_m, w> + alpha/2 |w - W|^2`, then `g_m -= alpha (w_m - W)`. Server:
+`h -= alpha/M sum_S (w_m - W)` and `W+ = mean_S w_m - h / alpha`. As in the authors' code the plain average is evaluated
+(`eval_model="average"`), not the corrected model that is broadcast. Gradients are clipped at norm 10. Here that is the
+whole sum. There it is without `alpha w`, which their optimiser adds as weight decay. Buffers are averaged, never
+corrected. `h` is the mean of the `g_m` of all M clients. When M changes, h is rescaled: newcomers start with `g_m = 0`,
+and a client that took part and left counts with its last `g_m`.
 
-`fair_controls="p"`: `h -= alpha sum_S p_m (w_m - W)`, p the weights of the model's average as shares of all clients seen so
-far, each as it last was. When clients join, the others' shares shrink, and so does h, which is a sum over them.
-With a uniform h, re-weighting the average alone does not change where FedDyn converges.
+`fair_controls="p"`: `h -= alpha sum_S p_m (w_m - W)`, p the weights of the model's average as shares of all clients
+seen so far, each as it last was. When clients join, the others' shares shrink. So does h, which is a sum over the
+others. With a uniform h, re-weighting the average alone does not change where FedDyn converges.
 """
 
 from collections.abc import Mapping, Sequence

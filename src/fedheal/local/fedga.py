@@ -1,7 +1,7 @@
 """FedGA: Zhang et al., "Federated Domain Generalization with Generalization Adjustment", CVPR 2023.
 
-A client evaluates the model it received (`val_received`) and the model it sends (`val_sent`) on examples that it holds out of
-its own training data; the aggregation uses the difference of the losses. Those examples are no part of the run's
+A client evaluates the model it received (`val_received`) and the model it sends (`val_sent`) on examples that it holds
+out of its own training data. The aggregation uses the difference of the losses. These examples are no part of the run's
 validation score.
 """
 

@@ -3,10 +3,10 @@
 Wu et al., "From Optimization to Generalization: Fair Federated Learning against Quality Shift via Inter-Client Sharpness
 Matching", IJCAI 2024.
 
-Clients train by GSAM (Zhuang et al., ICLR 2022): as FedSAM with the gradient `g'` at the worst point nearby, less `alpha` times
-the part of the gradient `g` at w that is orthogonal to it. And they measure the sharpness of the received model W on their own
-training data, `F(W + rho G / |G|) - F(W)`, with G the gradient of F at W. Losses are in evaluation mode and without
-augmentation; G is in training mode (the released code: evaluation mode).
+Clients train by GSAM (Zhuang et al., ICLR 2022). Like FedSAM it uses the gradient `g'` at the worst point nearby, less
+`alpha` times the part of the gradient `g` at w that is orthogonal to `g'`. Clients also measure the sharpness of the
+received model W on their own training data, `F(W + rho G / |G|) - F(W)`, with G the gradient of F at W. Losses are in
+evaluation mode and without augmentation; G is in training mode (the released code: evaluation mode).
 """
 
 from collections.abc import Mapping, Sequence

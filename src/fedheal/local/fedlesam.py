@@ -9,8 +9,8 @@ that it received when it last took part. Each step uses the gradient at `w + e`:
 Since e is the same in all steps of a round, the client trains `v = w + e` and sends `v - e`. Deviation: weight decay then acts
 on v, which adds `weight_decay * e` to each gradient. In a client's first round there is no perturbation.
 
-The released code differs from the paper: e comes from the server's last step, also for a client that was absent, and it is
-indexed by tensor where it is a flat vector. So every tensor is moved by one number.
+The released code differs from the paper. There e comes from the server's last step, also for a client that was absent.
+It is a flat vector, but the code indexes it by tensor. So every tensor is moved by one number.
 """
 
 from dataclasses import dataclass, replace

@@ -4,9 +4,10 @@ Qu et al., "Generalized Federated Learning via Sharpness Aware Minimization", IC
 "Improving Generalization in Federated Learning by Seeking Flat Minima", ECCV 2022. Each step uses the gradient of its batch at
 `w + rho g / |g|`, with `g` the gradient at w: two forward and two backward passes.
 
-The second gradient is that of the cross-entropy alone and replaces the first. Put this term first where there are several:
-what later terms add to the gradients counts, and the losses of other terms do not. Deviation: running statistics follow the
-first pass only, as SAM's authors advise; the released code of both papers updates them in both.
+The second gradient is that of the cross-entropy alone and replaces the first. If a method has several terms, put this
+one first. Then what later terms add to the gradients counts. The losses of other terms do not count. Deviation: running
+statistics follow the first pass only, as SAM's authors advise. The released code of both papers updates them in both
+passes.
 """
 
 from dataclasses import dataclass

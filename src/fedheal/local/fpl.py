@@ -1,10 +1,10 @@
 """FPL: Huang et al., "Rethinking Federated Learning with Domain Shift: A Prototype View", CVPR 2023.
 
-The server clusters the clients' prototypes of each class. The loss is `CE + CPCL + UPCR`: a contrast to the cluster means, and
-consistency with their mean, the unbiased prototype. Clusters are those of FINCH (Sarfraz et al., "Efficient Parameter-free
-Clustering Using First Neighbor Relations", CVPR 2019): two points belong together if one is the other's nearest neighbour, or
-both have the same one; the means of the clusters are clustered again until one is left. FPL takes the coarsest partition that
-still has more than one cluster.
+The server clusters the clients' prototypes of each class. The loss is `CE + CPCL + UPCR`: a contrast to the cluster
+means, and consistency with their mean, the unbiased prototype. Clusters are those of FINCH (Sarfraz et al., "Efficient
+Parameter-free Clustering Using First Neighbor Relations", CVPR 2019): two points belong together if one is the other's
+nearest neighbour, or both have the same one. The means of the clusters are clustered again until one is left. FPL takes
+the coarsest partition that still has more than one cluster.
 """
 
 from collections.abc import Sequence

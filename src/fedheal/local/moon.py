@@ -1,10 +1,10 @@
 """MOON: Li, He and Song, "Model-Contrastive Federated Learning", CVPR 2021.
 
-`CE + mu * l_con` with `l_con = -log(e^{cos(z, z_g)/T} / (e^{cos(z, z_g)/T} + e^{cos(z, z_p)/T}))`: the representation z of a
-sample should be near that of the received global net and far from that of the client's own previous net (at the end of its
-last participation, before aggregation). Gradients flow through z only; both reference nets are frozen and in evaluation mode;
-there is no contrastive term until a previous net exists. The representation is the pooled feature vector (no projection
-head).
+`CE + mu * l_con` with `l_con = -log(e^{cos(z, z_g)/T} / (e^{cos(z, z_g)/T} + e^{cos(z, z_p)/T}))`. The representation z
+of a sample should be near that of the received global model, and far from that of the client's own previous model. The
+previous model is the one at the end of the client's last participation, before aggregation. Gradients flow through z
+only. Both reference models are frozen and in evaluation mode. There is no contrastive term until a previous model
+exists. The representation is the pooled feature vector (no projection head).
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,9 @@
 """What FedProc, FedProto and FPL share: collecting and averaging class prototypes.
 
-A client's prototype of a class is the mean feature vector of its samples of that class in its last epoch. The server averages
-prototypes per class over the clients that have it: all alike, by how many samples each has (`count`), or by the weights of the
-model's average (`p`). A class that no client has in a round keeps its previous prototype.
+A client's prototype of a class is the mean feature vector of its samples of that class in its last epoch. The server
+averages prototypes per class over the clients that have the class. The clients count alike (`uniform`), by how many
+samples each has (`count`), or by the weights of the model's average (`p`). A class that no client has in a round keeps
+its previous prototype.
 """
 
 from collections.abc import Sequence

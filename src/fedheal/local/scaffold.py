@@ -1,14 +1,15 @@
 """SCAFFOLD: Karimireddy et al., ICML 2020.
 
-Each step uses `g - c_m + c`. After K steps, option II: `c_m+ = c_m - c + (W - w_m) / (eta A_K)`, where `A_K` accounts for
-momentum (K without it; the plain `K eta` would make c an order of magnitude too large at momentum 0.9); option I: `c_m+` is the
-gradient of the client's loss at W. The server moves by `eta_g` times the aggregated update, and `c` by the mean of the changes
-of `c_m` times the share of clients present, so that `c` is the mean of the `c_m` of all M clients. When M changes, c is
-rescaled: newcomers start with `c_m = 0`, and a client that took part and left counts with its last `c_m`. Parameters only;
-buffers are averaged.
+Each step uses `g - c_m + c`. After K steps, option II has `c_m+ = c_m - c + (W - w_m) / (eta A_K)`. `A_K` accounts for
+momentum and is K without it. The plain `K eta` would make c an order of magnitude too large at momentum 0.9. In option
+I `c_m+` is the gradient of the client's loss at W. The server moves by `eta_g` times the aggregated update. `c` moves
+by the mean of the changes of `c_m` times the share of clients present, so that `c` is the mean of the `c_m` of all M
+clients. When M changes, c is rescaled: newcomers start with `c_m = 0`, and a client that took part and left counts with
+its last `c_m`. Controls are of parameters only. Buffers are averaged.
 
-`fair_controls="p"`: `c = sum_m p_m c_m` over the clients seen so far, with the weights of the model's average; an absent client
-has its last weight. With uniform controls, re-weighting the average alone does not change where SCAFFOLD converges.
+`fair_controls="p"`: `c = sum_m p_m c_m` over the clients seen so far, with the weights of the model's average. An
+absent client has its last weight. With uniform controls, re-weighting the average alone does not change where SCAFFOLD
+converges.
 
 `clip` bounds the corrected gradient. MarsFL, where its `preset=group` comes from, clips before it adds the controls.
 """

@@ -1,9 +1,9 @@
 """The interface of a term, one part of a method's local training. A method may have several: their effects add up.
 
-A term may change the model a client starts from (`prepare`), add to the loss (`loss`) or the gradients (`grad`), keep values
-with the client (its slot) and send values to the server (its message) at the end (`finish`), take the last part of the server
-step (`absorb`) and choose the model to evaluate (`evaluated`). Slots, messages and shared values are tensors by name. They are
-passed in and out: a term itself has no state.
+A term may change the model that a client starts from (`prepare`), and add to the loss (`loss`) or the gradients
+(`grad`). At the end it may keep values with the client (its slot) and send values to the server (its message, both in
+`finish`). It may take the last part of the server step (`absorb`) and choose the model to evaluate (`evaluated`).
+Slots, messages and shared values are tensors by name. They are passed in and out: a term itself has no state.
 """
 
 import copy

@@ -1,8 +1,9 @@
 """Models by name, and models of your own.
 
-A model maps a batch of images to logits. The models here also have `features(x)` (pooled, [N, feature_size]) and `head`, with
-`forward(x) = head(features(x))`, which methods that use representations need (MOON, FedProto, FedProc, FPL); all others accept
-any `torch.nn.Module`. Initial values depend on torch's global generator alone: seed it before `build`.
+A model maps a batch of images to logits. The models here also have `features(x)` (pooled, [N, feature_size]) and
+`head`, with `forward(x) = head(features(x))`. Methods that use representations need both (MOON, FedProto, FedProc, FPL,
+FCCL+). All others accept any `torch.nn.Module`. Initial values depend on torch's global generator alone: seed it before
+`build`.
 """
 
 import inspect
@@ -51,8 +52,8 @@ def build(name: str, classes: int, weights: str | None = None, **kwargs: Any) ->
         The model, with initial values from torch's global generator, unless `weights` are given.
 
     Raises:
-        ValueError: If there is no such model, its library is not installed, its factory does not accept the arguments, fails,
-            or returns no module, or the weights do not fit.
+        ValueError: There is no such model, or its library is not installed. Its factory does not accept the arguments,
+            fails, or returns no module. The weights do not fit.
 
     >>> build("small_cnn", classes=10, width=4).feature_size
     256

@@ -1,7 +1,8 @@
 """The values of several copies of a module, one row per client.
 
-A row has a client's parameters tensor after tensor, each at a multiple of `ALIGNED` entries, and a convolution's weights with
-their input channels last, as the kernels read them. The layers of a stacked module (`stacked_layers`) use views of these rows.
+A row has a client's parameters tensor after tensor, each at a multiple of `ALIGNED` entries. A convolution's weights
+have their input channels last, as the kernels read them. The layers of a stacked module (`stacked_layers`) use views of
+these rows.
 """
 
 from collections.abc import Iterator

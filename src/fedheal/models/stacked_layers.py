@@ -1,9 +1,10 @@
 """Layers that hold the parameters of several clients and apply each client's to its own part of the batch.
 
-The activations of C clients are one tensor `[C * N, ...]`, client after client. Operations on single examples (ReLU, pooling,
-residual sums) need no change; layers with parameters are replaced by those of this module, in a copy of the user's module.
-The clients share nothing, so one backward pass over the sum of their losses gives each client's own gradient. A client's batch
-may end with padding: `ClientRows.valid` says how many examples count, and batch normalisation leaves out the rest.
+The activations of C clients are one tensor `[C * N, ...]`, client after client. Operations on single examples (ReLU,
+pooling, residual sums) need no change. In a copy of the user's module, the layers of this module replace the layers
+with parameters. The clients share nothing, so one backward pass over the sum of their losses gives each client's own
+gradient. A client's batch may end with padding: `ClientRows.valid` says how many examples count, and batch
+normalisation leaves out the rest.
 
 The layers use the kernels of `stacked_kernels` on a GPU. Elsewhere, and for what the kernels do not support, they use the
 plain composition of torch's operations, client by client.

@@ -24,8 +24,9 @@ TIMEOUT = 1800  # seconds a round waits for replies
 class FairController(ModelController):  # type: ignore[misc]
     """Any method without local terms, as an NVFLARE workflow.
 
-    A site whose reply is bad is skipped, counted and logged by name, and the job continues: a script that raises, wrong names
-    or shapes, NaN, a number of examples that is not positive or above `max_examples`, an update longer than `max_norm`.
+    A site whose reply is bad is skipped, counted and logged by name, and the job continues. A reply is bad if the
+    script raised an exception, or if it has wrong names or shapes, NaN, a number of examples that is not positive or
+    above `max_examples`, or an update longer than `max_norm`.
 
     Args:
         method: The method's name, such as "fedheal:tau=0.4".

@@ -1,9 +1,9 @@
 """Find who is left behind in a federation, since when, and how the aggregation treated them, from a run folder alone.
 
-Required is `rounds.jsonl` with weights; accuracies, kept fractions, distances and the clients' domains are used if they are
-there. A unit is a domain or a client, even if it never took part. It is *under-served* if its accuracy, averaged over the last
-evaluated rounds, is more than `GAP` points below the mean of all units; *since* is the first evaluated round from which it was
-so in every evaluated round up to the last, if there is one.
+`rounds.jsonl` with weights is required. Accuracies, kept fractions, distances and the clients' domains are used if they
+are there. A unit is a domain or a client, even if it never took part. It is *under-served* if its accuracy, averaged
+over the last evaluated rounds, is more than `GAP` points below the mean of all units. *Since* is the first evaluated
+round from which the unit was that far below in every evaluated round up to the last, if there is such a round.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The recipes by name. Uniform weights, the control that the paper lacks, are a row of every one.
 
-AFL, q-FFL and the released FedHEAL start from equal weights while the paper's FedAvg weighs clients by their examples, so
-part of any gain over FedAvg may be uniform weighting alone.
+AFL, q-FFL and the released FedHEAL start from equal weights. The paper's FedAvg weights clients by their examples. So
+part of any gain over FedAvg may come from uniform weights alone.
 """
 
 from collections.abc import Iterable, Mapping

@@ -7,9 +7,9 @@
     result.json         written last: a run that has it is finished
     lock.tmp            empty: locked by the process that runs here
 
-A crash loses at most the rounds since the last checkpoint, whether the process is killed or the power fails: files appear whole
-by one rename, on the disk in the order of writing (`core.atomic_files`), and a resume cuts the lines beyond its checkpoint. A
-checksum finds damage inside a checkpoint.
+A crash loses at most the rounds since the last checkpoint, whether the process is killed or the power fails. Files
+appear whole by one rename, on the disk in the order of writing (`core.atomic_files`). A resume cuts the lines beyond
+its checkpoint. A checksum finds damage inside a checkpoint.
 """
 
 from __future__ import annotations

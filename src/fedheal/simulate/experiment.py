@@ -45,9 +45,9 @@ USED_WITH = {
 class Experiment(BaseModel):
     """A complete description of a run. Keys that are not fields are parameters of the method: `Experiment(tau=0.4)`.
 
-    `data` and `model` are names, or objects: a `Domains` or a function that returns one; a module, whose values every run
-    starts from whatever the seed, or a function `(num_classes[, input_shape])` that builds one, seeded. The fields `data` and
-    `model` then hold descriptions, `name@fingerprint`.
+    `data` and `model` are names or objects. `data` may be a `Domains` or a function that returns one. `model` may be a
+    module, whose values every run starts from whatever the seed, or a function `(num_classes[, input_shape])` that
+    builds one, seeded. For objects the fields `data` and `model` hold descriptions, `name@fingerprint`.
 
     >>> Experiment(method="fedheal", tau=0.4, rounds=3).method_name
     'fedavg+fedheal:tau=0.4'

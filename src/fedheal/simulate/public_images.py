@@ -1,7 +1,8 @@
 """The public images of an experiment, for methods whose clients compare their outputs on images that all of them have.
 
-They have no labels, and no client trains or validates with them. By default they are drawn from the training images that
-no client holds; `public` names another data set, of which images that clients hold or are tested on are left out.
+They have no labels, and no client trains or validates with them. By default they are drawn from the training images
+that no client holds. `public` names another data set. Of this set, images that clients hold or are tested on are left
+out.
 """
 
 from collections.abc import Sequence

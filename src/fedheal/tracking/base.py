@@ -3,9 +3,9 @@
 `round_metrics` and `result_metrics` decide what is written; a tracker only knows how its library opens a run, takes metrics and
 ends the run. The libraries are imported when a tracker is made, and nothing goes over the network unless the user asks for it.
 
-A tracker never ends a run: what cannot be opened is an error before the first round, a later failure is a warning, and training
-continues without the tracker. A resume continues the same run of the tracking system without duplicates: rounds that are there
-are not written again, and rounds that are missing are filled in.
+A tracker never ends a run. What cannot be opened is an error before the first round. A later failure is a warning, and
+training continues without the tracker. A resume continues the same run of the tracking system without duplicates.
+Rounds that are there are not written again, and missing rounds are filled in.
 """
 
 import hashlib
