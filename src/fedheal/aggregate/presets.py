@@ -1,7 +1,7 @@
 """Named aggregators: one function each. Every parameter is declared beside its stage, with its bounds and default.
 
-All of them take two keywords more, those of `Aggregator`: `on_bad_update` (`"raise"`, or `"skip"` to count the client
-as absent) and `kernel` (`"auto"`, `"reference"`, `"cpu"` or `"cuda"`).
+All of them also take two keywords of `Aggregator`: `on_bad_update` (`"raise"`, or `"skip"` to count the client as
+absent) and `kernel` (`"auto"`, `"reference"`, `"cpu"` or `"cuda"`).
 """
 
 import functools

@@ -111,7 +111,7 @@ def _load_planned_domains(methods: Sequence[str], values: Mapping[str, Any]) -> 
 
 
 def _plan_method(method: str, values: dict[str, Any], domains: Domains | None) -> list[Experiment]:
-    """Return the experiment of a method, or those that make up a bound, for one seed."""
+    """Return the experiment of a method, or the experiments that make up a bound, for one seed."""
     if method not in BOUNDS:
         try:
             return expand_unseen(values | {"method": method}, domains)

@@ -97,7 +97,7 @@ def choose_classes(owned: ClassesByDomain, rule: str, data: str) -> tuple[str, .
 def note_class_differences(owned: ClassesByDomain, rule: str, limit: int = 10) -> str:
     """Name each class that not every domain has, its domains, and a class of similar spelling that they lack.
 
-    The union of the classes keeps them all: only those that may be misspelt are named then. Return "" if there is none to name.
+    The union of the classes keeps all of them. Then only classes that may be misspelt are named. Return "" if there is none.
     """
     shared = set[str].intersection(*map(set, owned.values()))
     owners: dict[str, list[str]] = {}

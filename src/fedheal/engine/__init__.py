@@ -70,7 +70,7 @@ def open_engine(
 
 
 def describe_engine(engine: Engine) -> str:
-    """Return which engine trained the clients and, if another one was tried or is usual there, why not that one."""
+    """Return which engine trained the clients. If another was tried or is usual there, also say why it did not."""
     if isinstance(engine, CohortEngine):
         return f"lanes, since {engine.fallback_reason}" if engine.fallback_reason else "cohort"
     if isinstance(engine, Lanes):

@@ -132,13 +132,13 @@ class Parcel(NamedTuple):
 
 
 def pack_parcel(value: object) -> Parcel:
-    """Return a value in parts that share the memory of its tensors; those of a GPU are copied."""
+    """Return a value in parts that share the memory of its tensors. Tensors on a GPU are copied."""
     pickled, parts = _pickle_apart(value)
     return Parcel(pickled, [np.asarray(part) for part in parts])
 
 
 def unpack_parcel(parcel: Parcel) -> Any:
-    """Return the value with tensors of their own, in memory as torch aligns it; those of a GPU are on this process's GPU."""
+    """Return the value with tensors in new memory, as torch aligns it. Tensors of a GPU are on this process's GPU."""
     parts = [torch.empty(len(part), dtype=torch.uint8).numpy() for part in parcel.parts]
     for part, received in zip(parts, parcel.parts, strict=True):
         part[:] = received

@@ -1,8 +1,8 @@
 """A group of clients that take their steps together, as one program: one launch per layer for all of them.
 
-Clients are sorted by their number of steps. Step t is taken by the first ones, which have more than t; those that are at their
-end keep their values. A batch that is smaller than others is padded: loss and batch normalisation count its examples only. Each
-kind of step runs once as it is and is then captured in a CUDA graph; what it reads is at fixed addresses.
+Clients are sorted by their number of steps. The first clients, which have more than t steps, take step t. The others
+keep their values. A batch that is smaller than others is padded: loss and batch normalisation count its examples only.
+Each kind of step runs once as it is and is then captured in a CUDA graph. What it reads is at fixed addresses.
 """
 
 from collections.abc import Hashable, Iterator, Sequence

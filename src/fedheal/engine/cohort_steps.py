@@ -170,7 +170,7 @@ def _fix(kind: type[AnyContext], ctx: Context, scratch: dict[str, Any]) -> AnyCo
 
 
 def _allocate(value: Any, clients: int) -> Any:
-    """Return memory for the tensors of so many clients; those shaped like a convolution's weights as in `ClientRows`."""
+    """Return memory for the tensors of so many clients, laid out as in `ClientRows` if shaped like convolution weights."""
     if isinstance(value, Tensor):
         if value.ndim == 4:
             outputs, inputs, height, width = value.shape

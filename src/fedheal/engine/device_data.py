@@ -138,8 +138,8 @@ def plan_epochs(
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the batches that `serial.plan_batches` yields one by one, several at a time.
 
-    Numbers of one kind are drawn one after another, so those of an epoch can be drawn at once, which is faster. Only where
-    shifts and mirrored images take turns, batches are planned one by one.
+    Numbers of one kind are drawn one after another. So the numbers of an epoch can be drawn at once, which is faster.
+    Only where shifts and mirrored images take turns, batches are planned one by one.
 
     Args:
         examples: How many a client has.

@@ -48,7 +48,7 @@ def make_shape_key(value: Any) -> Hashable:
 
 
 def _clone(value: Any) -> Any:
-    """Copy the tensors; those shaped like a convolution's weights get the module's memory format."""
+    """Copy the tensors. Tensors shaped like a convolution's weights get the module's memory format."""
     if isinstance(value, Tensor):
         return value.clone(memory_format=torch.channels_last if value.ndim == 4 else torch.contiguous_format)
     if isinstance(value, Mapping):

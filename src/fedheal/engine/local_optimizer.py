@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 BETA2, EPS = 0.999, 1e-8  # of Adam and AdamW: Kingma and Ba 2015
-# Each takes the rounds since the warm-up, those left after it, the factor of a decay, and the rounds from one to the next.
+# Each takes the rounds since the warm-up, the rounds left after it, the factor of a decay, and the rounds between decays.
 SCHEDULES: dict[str, Callable[[int, int, float, int], float]] = {
     "constant": lambda done, rounds, decay, every: 1.0,
     "cosine": lambda done, rounds, decay, every: (1 + math.cos(math.pi * done / rounds)) / 2,

@@ -74,7 +74,7 @@ class WorkerPool(PooledEngine):
                 yield number, do_job(job)
 
     def _send_jobs(self, work: "_Work", left: deque[tuple[int, Any]]) -> None:
-        """Give every other process that is ready a job and the next one; the last ones are for those that are free first."""
+        """Give every other process that is ready a job and the next one. The last jobs go to processes that are free first."""
         for ahead in range(JOBS_AHEAD):
             for worker in self.workers:
                 if worker.is_ready and len(worker.jobs) == ahead and len(left) >= max(2, ahead * self.number):
@@ -132,7 +132,7 @@ class _Worker:
 
     process: BaseProcess
     channel: Channel
-    jobs: deque[int] = field(default_factory=deque)  # the numbers of those that it has
+    jobs: deque[int] = field(default_factory=deque)  # the numbers of the jobs that it has
     work: _Work | None = None  # that it was last sent
     is_ready: bool = False  # whether it has started
 

@@ -86,8 +86,8 @@ def average_replies(
 ) -> tuple[NDArray[Any], list[float]] | None:
     """Return the model moved by the weighted mean of the updates, and their norms, in one pass that writes no update.
 
-    The result has the bits of `write_deltas` and the kernel's mean. None if only those will do: a reply is not float32, or
-    has a mask, or its update cannot be squared.
+    The result has the bits of `write_deltas` and the kernel's mean. Return None if this does not work here: a reply is
+    not float32, or has a mask, or its update cannot be squared.
     """
     flat = [{name: view_flat(array) for name, array in reply.arrays.items()} for reply in replies]
     names = {name for name, *_ in blocks}

@@ -200,7 +200,7 @@ def record_to_terms(record: ArrayRecord | None, num_terms: int) -> tuple[dict[st
 
 
 def split_by_term(tensors: Arrays, num_terms: int) -> tuple[dict[str, Tensor], ...]:
-    """Split tensors called `<index of the term>.<name>` by term; those of no term are left out."""
+    """Split tensors called `<index of the term>.<name>` by term. Tensors of no term are left out."""
     groups: tuple[dict[str, Tensor], ...] = tuple({} for _ in range(num_terms))
     for key, tensor in tensors.items():
         index, _, name = key.partition(".")

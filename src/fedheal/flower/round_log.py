@@ -34,7 +34,7 @@ class FederationState(KnownClients):
         return {c: n for c, n in states if n is not None and c in self.accepted and n != self.accepted[c]}
 
     def select_valid(self, lost: Iterable[str]) -> list[str]:
-        """Return those of the lost states that still counted: one from before the last restart is void already."""
+        """Return the lost states that still counted. A state from before the last restart is void already."""
         return [client for client in lost if self.accepted[client] > self.restarted]
 
 

@@ -1,6 +1,6 @@
 """Flower's SecAgg+, with masks from a stream cipher.
 
-Flower 1.41 folds the 32-byte seed of each mask into 32 bits and expands those with numpy's Mersenne Twister. All 2^32 seeds
+Flower 1.41 folds the 32-byte seed of each mask into 32 bits and expands these with numpy's Mersenne Twister. All 2^32 seeds
 can be tried, so such a mask does not hide a vector for long. This module runs private copies of Flower's two SecAgg+ modules
 that expand the whole seed with ChaCha20. Everything else is Flower's: keys, key agreement, secret sharing, encryption and the
 stages. Flower's own modules are not changed.

@@ -1,8 +1,9 @@
 """The server's side of a secure sum: Flower's SecAgg+ workflow, run for one vector per client.
 
-Flower's workflow belongs to its older API. Each sum gives it a `LegacyContext` of its own, so the strategy, its loop and its
-run folder stay those of the current API. Two things are added. Drop-outs before the vectors are sent are survived: Flower's
-workflow asks for shares of their keys, which nobody has. A malformed reply counts as a drop-out instead of ending the run.
+Flower's workflow belongs to its older API. Each sum gives it a `LegacyContext` of its own. So the strategy, its loop
+and its run folder are as in the current API. Two things are added. The sum survives drop-outs before the vectors are
+sent. (Flower's workflow then asks for shares of their keys, which nobody has.) A malformed reply counts as a drop-out
+instead of ending the run.
 """
 
 import logging

@@ -54,7 +54,7 @@ def choose_range(norms: Iterable[float]) -> float:
 def find_extreme_weights(weights: Mapping[str, float]) -> dict[str, str]:
     """Return the clients to leave out so that the smallest weight is large enough for a sum, with the reason.
 
-    Nobody is left out if it is. Otherwise those far from the median are, above or below it.
+    If it is large enough, no client is left out. Otherwise clients far above or below the median are left out.
 
     >>> find_extreme_weights({"a": 1.0, "b": 2.0, "c": 1e-9})
     {'c': 'its weight is 1e-09 times the median of this round, too far from it for a secure sum'}

@@ -32,7 +32,7 @@ class SilentNodes:
         self._checks |= {node: 0 for node in nodes if node not in self._checks}
 
     def list_responsive(self, grid: Grid, make_queries: MakeQueries) -> list[int]:
-        """Return the connected nodes without the silent ones. Ask those for a sign of life, ever more rarely."""
+        """Return the connected nodes without the silent ones. Ask the silent ones for a sign of life, ever more rarely."""
         connected = list(grid.get_node_ids())
         for node in [node for node in self._checks if node not in connected]:
             self._remove(node)  # when it is connected again, it has restarted

@@ -396,7 +396,7 @@ class FairStrategy(Strategy):
         return sample_nodes(connected, fraction, min_nodes, rng, self.registry.partition_names | self.registry.names)
 
     def _call_roll(self, grid: Grid, nodes: list[int], number: int) -> list[int]:
-        """Ask new nodes for their names, and return the nodes without those that are silent."""
+        """Ask new nodes for their names, and return the nodes that are not silent."""
         new = [node for node in nodes if node not in self.registry.names]
         messages = self._make_messages(new, {}, ConfigRecord(), number, MessageType.QUERY)
         replies = grid.send_and_receive(messages, timeout=self._timeout) if messages else ()

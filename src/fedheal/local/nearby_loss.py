@@ -13,7 +13,7 @@ TINY = 1e-12  # added to a norm: a gradient of zero has no direction
 
 
 def compute_loss_at(ctx: Context, params: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-    """Return the mean cross-entropy of the module with these parameters; those not named are its own.
+    """Return the mean cross-entropy of the module with these parameters, and its own where none is named.
 
     Running statistics do not move: they belong to the parameters in training, and to the images as they are.
     """

@@ -47,7 +47,7 @@ class StepOutcome:
     state: RunState
     aggregated: Aggregated
     accepted: tuple[str, ...]  # the clients whose updates count
-    absorbed: tuple[str, ...]  # those of them who keep what the round's training left with them
+    absorbed: tuple[str, ...]  # the accepted clients that keep what the round's training left with them
     is_restarted: bool = False  # whether sums over the clients' slots began anew: no client may use its slot in them
     refusal: str = ""  # why model or terms would not be finite: `state` then has the old ones, and the old optimiser
 

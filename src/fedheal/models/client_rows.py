@@ -105,7 +105,7 @@ class ClientRows:
         )
 
     def update_low(self) -> None:
-        """Copy the parameters to those in lower precision."""
+        """Copy the parameters to their copy in lower precision."""
         if self.low is not None:
             self.low.copy_(self.params)
 
@@ -145,7 +145,7 @@ class ClientRows:
     def take_gradients(self, loss: Tensor) -> None:
         """Compute the gradients of a loss, or of the active clients' losses.
 
-        Kernels write them to `gradients` themselves, those of torch are copied there.
+        Kernels write them to `gradients` themselves. Gradients of torch are copied there.
         """
         parameters = self.list_parameters()
         factors = self.ones[: self.active] if loss.ndim else None

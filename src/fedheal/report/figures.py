@@ -137,7 +137,10 @@ def draw_spread(data: FigureData) -> Figure | None:
 
 
 def draw_differences(data: FigureData) -> Figure | None:
-    """Draw AVG and STD less those of the reference: a dot per seed, the mean and its interval; filled if a test shows it."""
+    """Draw the differences of AVG and STD to the reference.
+
+    There is a dot per seed, and the mean with its interval, filled if a test shows a difference.
+    """
     found = data.findings
     methods = list(dict.fromkeys(c.a for c in found.metrics))
     if not methods:

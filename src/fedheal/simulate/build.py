@@ -214,7 +214,10 @@ def _split_examples(
 
 
 def _halve_splits(experiment: Experiment, splits: Mapping[str, Split]) -> tuple[dict[str, Split], dict[str, Split]]:
-    """Return the examples that set a method's weights, and others for the score: a sweep must not see the former."""
+    """Return the examples that set a method's weights, and others for the score.
+
+    A sweep must not see the examples that set the weights.
+    """
     halves: list[dict[str, Split]] = [{}, {}]
     for client, split in splits.items():
         if len(split) < 2:

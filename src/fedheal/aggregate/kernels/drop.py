@@ -9,9 +9,10 @@ SMALL = 1 << 12  # entries: fewer are all candidates
 
 
 def add_undropped(values: Floats, number: int, weight: float, step: Floats, z: Floats, zz: Floats) -> float:
-    """Zero the `number` smallest entries in place, of equal ones the first, and return the mean size of those; 0 if none.
+    """Zero the `number` smallest entries in place, and return their mean size; 0 if there are none.
 
-    Then, with x the remaining entries and `y = x / |x|`, add: `step += weight x`, `z += y`, `zz += y^2`.
+    Of equal entries the first are zeroed. Then, with x the remaining entries and `y = x / |x|`, add:
+    `step += weight x`, `z += y`, `zz += y^2`.
     """
     limit, ties = find_limit(values, number) if number else (-1.0, 0)
     dropped: float = _add(values, limit, ties, weight, step, z, zz)

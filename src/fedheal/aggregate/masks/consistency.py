@@ -114,7 +114,7 @@ def grow_counts(counts: Tensor, used: int, needed: int, dtype: torch.dtype, draf
 
 
 def count_buffer_signs(draft: Draft, mask: Mask, keep: float | None = None) -> None:
-    """Count the signs of buffers and counters, behind those of the parameters; the share `keep` of faded counts stays."""
+    """Count the signs of buffers and counters, behind the parameters' signs. The share `keep` of faded counts stays."""
     start = draft.sizes.params
     for name in ("buffers", "counters"):
         before, local = getattr(draft.model, name), getattr(draft.updates, name)

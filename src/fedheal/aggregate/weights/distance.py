@@ -44,7 +44,7 @@ class Rule:
         return frozenset({"reach"} if self.per_step else ())
 
     def measure(self, draft: Draft) -> Floats:
-        """Return each client's distance; those of the released code are lengths, not squares."""
+        """Return each client's distance. In the released rule distances are lengths, not squares."""
         d = compute_distances(draft.measure_norms(), self.variant)
         return d / draft.metric("reach") ** (1 if self.variant == "released" else 2) if self.per_step else d
 
