@@ -1,7 +1,7 @@
 """Server-side aggregation as pure functions of arrays: FedHEAL and the methods it is compared with.
 
-An aggregator is a chain of stages that decide who counts how much (`weights`) and which entries count (a mask), and a
-reducer that averages accordingly. State is passed in and out.
+An aggregator is a chain of stages and a reducer. The stages decide how much each client counts (`weights`) and which
+entries count (a mask). The reducer averages accordingly. State is passed in and out.
 """
 
 from fedheal.aggregate.aggregator import Aggregated, Aggregator, AggregatorState

@@ -173,8 +173,9 @@ class Aggregator:
     def _must_check_first(self) -> bool:
         """Return whether model and buffers must be checked before they are used.
 
-        A mask writes to a donated state, and a user's own part may fail for numbers that are not finite. Otherwise one check
-        after the round is enough, of the old model and the new one together, so that a GPU is waited for once.
+        A mask writes to a donated state, and a user's own part may fail for numbers that are not finite. Otherwise one
+        check after the round is enough. It covers the old model and the new one together, so that the host waits for a
+        GPU once.
         """
         stages = (self.stage,) if self.stage.parts is None else self.stage.parts
         return "mask" in self.stage.gives or any(stage.name for stage in stages) or bool(name_if_custom(self.reduce))

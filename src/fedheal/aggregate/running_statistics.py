@@ -3,7 +3,7 @@
 The variance over all clients' data is the mean of their variances plus the variance of their means. The plain average
 of running variances leaves out the second term, which is large where the domains' activations differ. With `u` the
 weights, `mean = sum u mean_m` and `var = sum u var_m + sum u (mean_m - mean)^2`. The stage only says which buffers are
-means and variances, by their names; the reducer averages them, since the weights are final only there.
+means and variances, by their names. The reducer averages them, since the weights are final only there.
 """
 
 from dataclasses import dataclass, replace

@@ -4,8 +4,8 @@
 counters are those of the aggregated model. `momentum` is b1 of the adaptive optimisers, which have no bias correction, as
 there:
 
-- `sgd`: `v = momentum v + Delta`, `W + lr v`. With lr = 1 and no momentum it gives the aggregated model, bit for bit; with
-  momentum it is FedAvgM (Hsu et al. 2019).
+- `sgd`: `v = momentum v + Delta`, `W + lr v`. With lr = 1 and no momentum it gives the aggregated model, bit for bit.
+  With momentum it is FedAvgM (Hsu et al. 2019).
 - the others: `m = b1 m + (1-b1) Delta`, `W + lr m / (sqrt(v) + eps)`. `adam`: `v = b2 v + (1-b2) Delta^2`. `yogi`: `v = v -
   (1-b2) Delta^2 sign(v - Delta^2)`, which lets a large v fall slowly. `adagrad`: `v = v + Delta^2`.
 

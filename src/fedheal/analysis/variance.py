@@ -1,9 +1,10 @@
 """Variance components of a crossed design: how much each source of chance moves a result.
 
-Every level of a factor (say 10 draws of images) is run once with every level of the others (say 3 initial models). The model is
-random effects: `y = mean + split + init + split x init`, each with a variance of its own. The estimates are those of the
-balanced analysis of variance (method of moments): a mean square per factor and interaction, and from their expected values the
-components. An estimate below 0 becomes 0. The interaction of all factors holds whatever else differs between runs.
+Every level of a factor (say 10 draws of images) is run once with every level of the others (say 3 initial models). The
+model is random effects: `y = mean + split + init + split x init`, each with a variance of its own. The estimates are
+those of the balanced analysis of variance (method of moments). Each factor and interaction has a mean square. The
+components follow from the expected values of the mean squares. An estimate below 0 becomes 0. The interaction of all
+factors holds whatever else differs between runs.
 
 A factor with n levels has n - 1 degrees of freedom. `get_sd_range` says how uncertain they leave a standard deviation, even if
 nothing else varied and effects were normal.

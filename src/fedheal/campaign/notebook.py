@@ -82,9 +82,8 @@ def compare(
         jobs: How many runs at a time, in processes of their own; 0 for as many as fit. Objects stay in this process: with
             data, a model or a method given as one, runs go one after another.
         reference: The method that the others are compared with; FedAvg or the first by default.
-        vary: Instead of `seeds`, the seeds of the split, the initial model or the batches, such as
-            `{"split": 10, "init": 3}` or "split=10,init=3". All combinations are run, and the report has their variance
-            components.
+        vary: Instead of `seeds`, the seeds of split, initial model or batches, such as `{"split": 10, "init": 3}` or
+            "split=10,init=3". All combinations are run, and the report has their variance components.
         **fields: Fields that all experiments share, such as `rounds=10`, `model=my_module` or `evaluate="unseen"`.
 
     Returns:

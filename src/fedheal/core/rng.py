@@ -7,8 +7,9 @@ import hashlib
 
 import torch
 
-# The sources of chance of an experiment. Each has the experiment's seed, unless the field `split_seed`, `init_seed` or
-# `batch_seed` gives it another one: the clients' examples; the initial model; batches, dropout, augmentation and cohorts.
+# The sources of chance of an experiment. Each has the experiment's seed, unless a field gives it another one:
+# `split_seed` for the clients' examples, `init_seed` for the initial model, `batch_seed` for batches, dropout,
+# augmentation and cohorts.
 SOURCES = ("split", "init", "batch")
 SEED_FIELDS = tuple(f"{source}_seed" for source in SOURCES)
 

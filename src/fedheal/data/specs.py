@@ -1,7 +1,7 @@
 """Specifications of data sets: their domains, full sizes, where their files are looked for and where to get them.
 
-A protocol's "1 % of the training images" is a share of the full data set. So the full sizes are stated here, and a client gets
-the same number of images when only a part of the data set is on disk.
+A protocol's "1 % of the training images" is a share of the full data set. So the full sizes are stated here. A client
+gets the same number of images if only a part of the data set is on disk.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The batches of all clients in a step of a cohort, stacked: which step it is, and which examples it has, is on the device."""
+"""The batches of all clients in a step of a cohort, stacked.
+
+The device holds which step it is and which examples it has.
+"""
 
 import torch
 from torch import Tensor

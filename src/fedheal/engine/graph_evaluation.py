@@ -2,8 +2,8 @@
 
 Launching the kernels of a small network takes longer than running them. So a pass that takes little memory is captured
 in a CUDA graph, which keeps this memory. The network is a copy with faster pooling, which shares the module's tensors.
-A narrow network in bf16 is evaluated by the kernels that train a cohort, as a cohort of one client: cuDNN takes three
-times as long.
+The kernels that train a cohort evaluate a narrow network in bf16, as a cohort of one client. cuDNN takes three times as
+long.
 """
 
 import copy

@@ -1,9 +1,9 @@
 """The serial engine in several processes: each trains and evaluates a part, with the results of one process.
 
-This process is one of them; the others are spawned (torch's threads do not survive a fork) and join as soon as they have
-started. All examples are in one block of memory that they share. They get the global model once a round, and the next client
-while they still train one. Every client is trained with the same number of threads wherever it runs, and every batch is
-evaluated as a whole.
+This process is one of them. The others are spawned, since torch's threads do not survive a fork, and join as soon as
+they have started. All examples are in one block of memory that they share. They get the global model once a round, and
+the next client while they still train one. Every client is trained with the same number of threads wherever it runs,
+and every batch is evaluated as a whole.
 """
 
 import ctypes

@@ -1,7 +1,8 @@
 """FPHL on the clients: the server divides two sums and keeps a handful of numbers per client.
 
-The clients mask their own updates (`fedheal.aggregate.client_share`) and send which entries they kept. The weights are FAEL's,
-computed on the masked updates by the same stage as on the server; only the mean is the quotient of two sums (`combine`).
+The clients mask their own updates (`fedheal.aggregate.client_share`) and send which entries they kept. The weights are
+FAEL's. The same stage as on the server computes them, on the masked updates. Only the mean is the quotient of two sums
+(`combine`).
 """
 
 from collections.abc import Mapping

@@ -108,7 +108,8 @@ def _find_model_record(records: Mapping[str, ArrayRecord], key: str) -> ArrayRec
 def average_metrics(contents: list[RecordDict], examples_key: str) -> MetricRecord:
     """Average each metric by examples over the clients that send it.
 
-    A metric is a number or a list; one that is not finite, or not of the length that most clients send, is left out.
+    A metric is a number or a list. A metric that is not finite, or not of the length that most clients send, is left
+    out.
     """
     sent: dict[str, list[tuple[NDArray[Any], float]]] = {}  # values and examples of each client
     for content in contents:

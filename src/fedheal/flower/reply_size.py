@@ -26,8 +26,8 @@ class ReplyLimits:
     def from_layout(cls, layout: Layout, num_terms: int, max_bytes: int | None = None) -> Self:
         """Derive limits from the model.
 
-        By default a reply may hold the model in float64, which a stock client may send, as much again for each local term,
-        and 16 MiB.
+        By default a reply may hold the model in float64, which a stock client may send. It may hold as much again for
+        each local term, and 16 MiB.
         """
         model = sum(8 * (entry.stop - entry.start) for entry in layout.entries)  # tied tensors travel more than once
         return cls(max_bytes or model * (1 + num_terms) + 2**24, len(layout.entries) + 256 * (1 + num_terms))

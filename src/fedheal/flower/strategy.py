@@ -56,9 +56,10 @@ MetricsAggregation = Callable[[list[RecordDict], str], MetricRecord]
 class FairStrategy(Strategy):
     """Any aggregator, or a whole method with its local terms, as a Flower strategy.
 
-    A client whose reply is bad is skipped, counted and logged, and the run continues. A bad reply has an error, wrong
-    names or shapes, NaN, a number of examples that is not positive or above `max_examples`, or an update longer than
-    `max_norm`, or it is a second reply. A newcomer counts from its first reply. A client that leaves keeps its history.
+    A client whose reply is bad is skipped, counted and logged, and the run continues. A reply is bad if it is an error
+    or a second reply, or if its names or shapes are wrong. So is a reply with NaN, with a number of examples that is
+    not positive or above `max_examples`, or with an update longer than `max_norm`. A newcomer counts from its first
+    reply. A client that leaves keeps its history.
 
     Args:
         method: An `Aggregator`, a `Method`, or a name such as "fedprox+fedheal:tau=0.4"; local terms need our client.
@@ -72,12 +73,12 @@ class FairStrategy(Strategy):
         fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes: As in Flower.
         wait_seconds: How long to wait for enough nodes that answer before `NotEnoughNodes` is raised.
         min_replies: A round with fewer usable replies leaves the model as it was.
-        max_empty_rounds: After so many rounds in a row that leave the model as it was, the run ends with an error; None: never.
+        max_empty_rounds: The run ends with an error after so many rounds in a row that leave the model as it was. None: never.
         roll_call: Whether to ask new nodes for their names first, so that a seed draws the same sites in every run.
         evaluate_every: Evaluate every so many rounds, and in the last.
         clients: How many clients there are (for SCAFFOLD, FedDyn); by default all that ever took part or are connected.
         max_examples: The largest number of examples that a reply may give.
-        max_norm: The largest norm of an update; None: any; "auto": ten times the median of the round's.
+        max_norm: The largest norm of an update. None means any, "auto" ten times the round's median.
         max_reply_bytes: The most bytes of arrays in a reply; by default derived from the model's size.
         budget: Bytes of updates held in memory; more goes to a temporary file.
         server: The server optimiser, such as `Server("adam")`; by default that of the method, as in "fedheal+fedadam".

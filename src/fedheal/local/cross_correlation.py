@@ -1,8 +1,9 @@
 """What FCCL and FCCL+ share: learning from the other clients' outputs on public images, which have no labels.
 
-At the end of its round a client sends its logits on the public images, and the server averages them. At the start of its next
-round, a client takes steps on the public images that make its logits correlate with that mean, class by class. With C the
-correlation matrix of both over a batch, the loss is `sum_i (C_ii - 1)^2 + off_diagonal sum_{i != j} (C_ij + 1)^2`.
+At the end of its round a client sends its logits on the public images, and the server averages them. At the start of
+its next round, a client takes steps on the public images. They make its logits correlate with this mean, class by
+class. With C the correlation matrix of both over a batch, the loss is `sum_i (C_ii - 1)^2 + off_diagonal sum_{i != j}
+(C_ij + 1)^2`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -9,12 +9,12 @@ version of its batch. The phases stay. The low amplitudes are mixed with those o
 the cross-entropy of w' on the second version, and the loss is the sum of both. As in the released code the inner
 gradient is a constant, which makes this first-order MAML.
 
-For classification, both losses are cross-entropies and the boundary term is left out: its contrast is between pixels inside and
+For classification, both losses are cross-entropies. The boundary term is left out, since it contrasts pixels inside and
 outside of a contour. Other deviations:
 
-- The bank fills as clients take part; while it is empty there is no second version. Each client sends the same `spectra`
-  spectra with every reply, so that all messages have one shape; in the released code an eighth of its images. Everyone gets
-  the whole bank, and leaves its own spectra out.
+- The bank fills as clients take part; while it is empty there is no second version. Each client sends the same
+  `spectra` spectra with every reply, so that all messages have one shape. In the released code it shares an eighth of
+  its images. Everyone gets the whole bank, and leaves its own spectra out.
 - `window` is 0.1: 7 x 7 frequencies of a 32 x 32 image. The paper's 0.01 gives 7 x 7 of its 384 x 384 images, and the mean
   alone here. The released loader exchanges only the mean, in full; the released demo and the paper interpolate, as here.
 - Running statistics follow the batch as it is, not the second version. The inner gradient is not clamped (released: +-100).

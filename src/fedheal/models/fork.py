@@ -1,7 +1,8 @@
 """Two branches of a network that begin at the same feature maps: a convolution, and a shortcut around it.
 
-The gradient of the maps is the sum of both branches' gradients. For stacked clients on a GPU one kernel computes the sum,
-instead of two kernels that each write a gradient and a third that adds them. Elsewhere this is the plain composition.
+The gradient of the maps is the sum of both branches' gradients. For stacked clients on a GPU one kernel computes the
+sum. Otherwise two kernels would each write a gradient, and a third would add them. Elsewhere this is the plain
+composition.
 """
 
 import torch

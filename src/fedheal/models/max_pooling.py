@@ -1,8 +1,8 @@
 """Max-pooling of 2 x 2 inputs, with a ReLU behind it if there is one, by one kernel each way on a GPU.
 
-torch's gradient for channels-last feature maps searches windows that may overlap and adds to zeros, which takes a small network
-more time than its convolutions. Pooling has no parameters and acts on single examples, so it is the same for one client and for
-several.
+torch's gradient for channels-last feature maps searches windows that may overlap, and adds to zeros. For a small
+network this takes more time than its convolutions. Pooling has no parameters and acts on single examples, so it is the
+same for one client and for several.
 """
 
 import torch

@@ -3,7 +3,7 @@
 The stem is 3 x 3 with stride 1, without max-pooling. Four groups of basic blocks follow, with 1, 2, 4 and 8 times
 `width` channels and strides 1, 2, 2, 2. Where the shape changes, the shortcut is a 1 x 1 convolution with batch
 normalisation. The end is the mean over all positions and one linear layer. Any input size fits. The 10-layer network
-with width 64 and ten classes has 4,903,242 parameters, all of them trained: the unused projection head of some
+with width 64 and ten classes has 4,903,242 parameters, all of them trained. The unused projection head of some
 published versions is left out. The numbers of blocks are those of the paper's group's code, in which "resnet20" has 22
 layers.
 """

@@ -1,8 +1,8 @@
 """A small convolutional network that trains in seconds on one processor core.
 
-Three 3 x 3 convolutions with batch normalisation, max-pooling and ReLU, with 1, 2 and 4 times `width` channels. The last
-feature map is 4 x 4 for 32 x 32 images, the smallest that fit, and is averaged down to that for larger ones. Images
-are laid out channels-last inside, which nearly doubles the speed of the convolutions on a CPU.
+Three 3 x 3 convolutions with batch normalisation, max-pooling and ReLU, with 1, 2 and 4 times `width` channels. The
+last feature map is 4 x 4 for 32 x 32 images, the smallest that fit. For larger images it is averaged down to 4 x 4.
+Images are laid out channels-last inside, which nearly doubles the speed of the convolutions on a CPU.
 """
 
 import torch

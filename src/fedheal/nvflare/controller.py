@@ -25,8 +25,8 @@ class FairController(ModelController):  # type: ignore[misc]
     """Any method without local terms, as an NVFLARE workflow.
 
     A site whose reply is bad is skipped, counted and logged by name, and the job continues. A reply is bad if the
-    script raised an exception, or if it has wrong names or shapes, NaN, a number of examples that is not positive or
-    above `max_examples`, or an update longer than `max_norm`.
+    script raised an exception, or if its names or shapes are wrong. So is a reply with NaN, with a number of examples
+    that is not positive or above `max_examples`, or with an update longer than `max_norm`.
 
     Args:
         method: The method's name, such as "fedheal:tau=0.4".
@@ -45,7 +45,7 @@ class FairController(ModelController):  # type: ignore[misc]
         server: The server optimiser, such as `{"optimizer": "adam", "lr": 0.01}`; by default that of the method, as in
             "fedheal+fedadam".
         max_examples: The largest number of examples that a reply may give.
-        max_norm: The largest norm of an update; None: any; "auto": ten times the median of the round's.
+        max_norm: The largest norm of an update. None means any, "auto" ten times the round's median.
         budget: Bytes of updates held in memory; more goes to a temporary file.
         persistor_id, task_check_period: As in NVFLARE.
 

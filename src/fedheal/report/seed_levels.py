@@ -26,7 +26,8 @@ def count_levels(seeds: Collection[Seeds]) -> dict[str, int]:
 def count_independent(seeds: Collection[Seeds]) -> int:
     """Return how many independent runs a mean over these is worth at worst: the fewest levels of a source that varies.
 
-    If the source with a levels causes all the variance, a mean over a x b crossed runs is no surer than one over a runs.
+    Say one source has a levels and causes all the variance. Then a mean over a x b crossed runs is no surer than a mean
+    over a runs.
     """
     return min(count_levels(seeds).values(), default=1)
 

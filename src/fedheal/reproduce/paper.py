@@ -82,8 +82,8 @@ BETA: dict[str, dict[float, Numbers]] = {
 CHOSEN_TAU = {"digits": 0.3, "office-caltech": 0.4}
 CHOSEN_BETA = 0.4
 
-# The study of tau is a figure without numbers. Two of its points stand in other tables: tau = 0 keeps everything, which is
-# FAEL alone, and the chosen tau is FedHEAL's own row.
+# The study of tau is a figure without numbers. Two of its points are in other tables. tau = 0 keeps everything, which
+# is FAEL alone. The chosen tau is FedHEAL's own row.
 TAU: dict[str, dict[float, Numbers]] = {
     data: {0.0: ABLATION[data]["fedavg+fael"], tau: ABLATION[data]["fedavg+fedheal"]}
     for data, tau in CHOSEN_TAU.items()

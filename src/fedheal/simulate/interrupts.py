@@ -1,8 +1,8 @@
 """Defer Ctrl-C while a round aggregates.
 
-A round reuses the memory of the state it starts from once aggregation begins. From there until the round is over there is no
-whole state to save, so a first Ctrl-C waits; a second one does not. `stop_on_terminate` makes SIGTERM, which cluster schedulers
-send, act like Ctrl-C; the command line and its processes call it.
+A round reuses the memory of the state it starts from once aggregation begins. From there until the round is over there
+is no whole state to save. So a first Ctrl-C waits, and a second one does not. `stop_on_terminate` makes SIGTERM, which
+cluster schedulers send, act like Ctrl-C; the command line and its processes call it.
 """
 
 import signal

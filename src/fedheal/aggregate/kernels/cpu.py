@@ -1,7 +1,7 @@
 """The fast CPU kernel: two fused passes over the updates, compiled by numba, spread over threads by column blocks.
 
-The first pass counts signs and measures what is kept, the second recomputes the mask from the counts and averages, so
-that no mask is ever stored. Compiled functions release the GIL and take blocks of columns from a small thread pool
+The first pass counts signs and measures what is kept. The second computes the mask again from the counts, and averages.
+So no mask is ever stored. Compiled functions release the GIL and take blocks of columns from a small thread pool
 (`torch.get_num_threads()` wide). Block boundaries and the order of sums are fixed, whatever the number of threads.
 """
 

@@ -1,7 +1,8 @@
 """FAEL's objective solved exactly: the weights that make the global model equally far from all clients.
 
-With `K = D D^T` and `d_m = |sum_j p_j D_j - D_m|^2`, the variance of `d` over clients is `|C (a - 2 K p)|^2 / M`, `a`
-the diagonal of K and C the centring matrix: a convex quadratic in p. We minimise, on the simplex with `p >= floor`,
+Let `K = D D^T` and `d_m = |sum_j p_j D_j - D_m|^2`. The variance of `d` over clients is `|C (a - 2 K p)|^2 / M`, with
+`a` the diagonal of K and C the centring matrix. This is a convex quadratic in p. We minimise, on the simplex with
+`p >= floor`,
 
     |C (a - 2 K p)|^2 / (M sbar^2) + ridge |p - reference|^2,       sbar = mean(a).
 

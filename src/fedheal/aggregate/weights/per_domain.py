@@ -3,10 +3,10 @@
 The rule of `distance.py` is applied to domains. A domain's distance is the mean over its clients in the cohort. Its
 weight is shared among them in proportion to this round's examples. With one client per domain this is FAEL itself.
 
-A domain takes part in a round, with its full weight, if one of its clients does; else it keeps its weight and momentum.
-A newcomer brings its share of the examples of all clients ever seen to its domain, and the other domains shrink, as in
-FAEL. In the released rule a domain starts at 1 with its first client. A client's domain and number of examples are
-those it named first.
+A domain takes part in a round, with its full weight, if one of its clients does. Otherwise it keeps its weight and
+momentum. A newcomer brings its share of the examples of all clients ever seen to its domain, and the other domains
+shrink, as in FAEL. In the released rule a domain starts at 1 with its first client. A client's domain and number of
+examples are those it named first.
 """
 
 from dataclasses import dataclass, replace

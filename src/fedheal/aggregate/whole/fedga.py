@@ -3,7 +3,7 @@
 Weights `a` start equal. A client whose validation loss rose most when its model became the global one gets more weight.
 Its gap `G_m` is the loss of the model received less the loss of the model that it sent the round before. Then
 `a_m += (s_t / K) G_m / max |G|`, clipped to [0, 1] and normalised, with `s_t = s0 (1 - (t-1)/T)` in round t of T. The
-gap of a round is known when its model is next received, so it acts in the round after, with the step of its own round.
+gap of a round is known when its model is next received. So it acts in the next round, with the step of its own round.
 The authors' script for PACS takes gaps of accuracies by default, with the sign turned; ours are of losses, as in the
 paper. Public re-implementations have the sign reversed for accuracies.
 

@@ -3,10 +3,10 @@
 Guan et al., "Rethinking Fair Federated Learning from Parameter and Client View", NeurIPS 2025, and the authors' code.
 `F_m` is the mean loss over the mini-batches of local training (the metric `train_loss`), `D_m` the update, `K = D D^T`.
 
-1. Two weights by FAEL's momentum rule: p follows the shares of `F`, q those of `K 1`, the inner products with the sum of
-   all updates. Their coefficients fade as training settles: `beta F / F_0`, `beta |mean D|^2 / |mean D_0|^2`, with the
-   cohort's mean F and the first round's values below the line. Mixed by their spread: `u = r p + (1-r) q`,
-   `r = sd(p) / (sd(p) + sd(q))`.
+1. There are two weights by FAEL's momentum rule: p follows the shares of `F`, and q the shares of `K 1`, the inner
+   products with the sum of all updates. Their coefficients fade as training settles: `beta F / F_0`,
+   `beta |mean D|^2 / |mean D_0|^2`, with the cohort's mean F and the first round's values below the line. Mixed by
+   their spread: `u = r p + (1-r) q`, `r = sd(p) / (sd(p) + sd(q))`.
 2. From the second round on, client m's smallest entries of every tensor are dropped: a share `rho K (1/F_m) / sum 1/F`,
    at most all. Clients that fit well lose more.
 3. The step is the plain sum `sum_m u_m D_m` of what is left, not normalised per entry. In every tensor, the share `rho`

@@ -1,7 +1,7 @@
 """Decode image files, and resize images to the size of a protocol.
 
-The resize is Pillow's bilinear filter, which widens when it shrinks an image (antialiasing): what torchvision does with
-Pillow images, and so what the paper's pipeline saw. Grey images are resized as grey and repeated as RGB afterwards.
+The resize is Pillow's bilinear filter, which widens when it shrinks an image (antialiasing). torchvision does the same
+with Pillow images, and so did the paper's pipeline. Grey images are resized as grey and repeated as RGB afterwards.
 """
 
 from __future__ import annotations
