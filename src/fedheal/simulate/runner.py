@@ -122,8 +122,7 @@ def run(
     domains = load_domains(experiment)
     folder = None if out is None else Path(out)
     check_engine(device, experiment.engine, experiment.workers, experiment.threads, experiment.ray_address)
-    with ExitStack() as stack:
-        stack.enter_context(ONE_RUN)
+    with ONE_RUN, ExitStack() as stack:
         stack.enter_context(_use_threads(experiment.threads))
         precision = resolve_precision(experiment.precision, device)
         stack.enter_context(use_precision(precision, experiment.deterministic, device))
