@@ -50,7 +50,7 @@ class Ditto(Term):
         start = Packed(slot["params"], slot["buffers"], slot["counters"]) if "params" in slot else ctx.received
         personal = ctx.fit(start, self.lam)
         vectors = {"params": personal.params, "buffers": personal.buffers, "counters": personal.counters}
-        return vectors, vectors
+        return vectors, {name: vectors[name] for name in ("params", "buffers")}
 
     def absorb(
         self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext
@@ -63,8 +63,7 @@ class Ditto(Term):
         u = normalise_weights(np.array([float(weights[f"{PREFIX}{client}"]) for client in clients]))
         params, buffers = (_average([models[client][name] for client in clients], u) for name in ("params", "buffers"))
         if self.feedback:
-            counters = torch.stack([models[client]["counters"] for client in clients]).amax(dim=0)
-            return Packed(params, buffers, counters), weights
+            return Packed(params, buffers, aggregated.counters), weights
         return aggregated, {"params": params, "buffers": buffers, **weights}
 
     def evaluated(self, model: Packed, shared: Arrays, slots: Mapping[str, Arrays]) -> Packed:
