@@ -366,6 +366,29 @@ def test_both_of_two_equal_ids_are_skipped(make):
     assert list(out.report["skipped"]) == ["b"]
 
 
+@few
+@pytest.mark.parametrize("flaw", ["NaN", "no examples"])
+def test_too_few_usable_updates_leave_model_and_state(make, flaw):
+    aggregator = replace(make(on_bad_update="skip"), min_updates=4)
+    state, updates = run_three_rounds(aggregator), spoil(make_updates("abcd"), flaw)
+    before, model = state_to_bytes(state), make_model()
+    out = aggregator.apply(model, updates, state)
+    assert model_to_bytes(out.model) == model_to_bytes(model)
+    assert state_to_bytes(out.state) == before
+    assert out.weights.tolist() == [0, 0, 0, 0]
+    reason = "only 3 updates of this round can be used, and it needs 4"
+    assert [out.report["skipped"][c] for c in "acd"] == [reason] * 3
+    assert re.search(FLAWS[flaw][2], out.report["skipped"]["b"])
+    enough = replace(aggregator, min_updates=3)
+    assert enough.apply(model, updates, state).weights.count_nonzero() == 3
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, None, "3"])
+def test_a_minimum_that_is_no_number_of_updates_is_refused(value):
+    with pytest.raises(ValueError, match="^min_updates = .*: use a whole number of at least 1$"):
+        replace(fedavg(), min_updates=value)
+
+
 def test_an_integer_and_its_name_are_the_same_id():
     aggregator = fedavg()
     with pytest.raises(BadUpdate, match=r"client '7': its id occurs 2 times"):

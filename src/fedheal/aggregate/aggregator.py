@@ -24,6 +24,7 @@ from fedheal.core.arrays import Floats, Integers, as_tensor, normalise_weights
 from fedheal.core.checks import check_type
 from fedheal.core.errors import CustomPartError, add_article, check_returned, name_if_custom, name_part
 from fedheal.core.layout import Layout, Packed, Sizes
+from fedheal.core.parameter import Parameter
 from fedheal.core.state import State, expect
 from fedheal.core.updates import NO_UPDATE, Updates
 
@@ -85,12 +86,14 @@ class Aggregator:
         reduce: Makes the new model from the filled-in draft and the normalised weights.
         on_bad_update: `"raise"`: a bad update is an error. `"skip"`: its client counts as absent.
         kernel: `"auto"`, `"reference"`, `"cpu"` or `"cuda"`.
+        min_updates: With fewer usable updates no client counts, and model and state stay as they were.
     """
 
     stage: Stage
     reduce: Reducer = reduce.mean
     on_bad_update: str = "raise"
     kernel: str = "auto"
+    min_updates: int = 1
     _warned: set[Sizes] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -103,6 +106,7 @@ class Aggregator:
         if self.on_bad_update not in ("raise", "skip"):
             raise ValueError(f"on_bad_update = {self.on_bad_update!r}: use 'raise' or 'skip'")
         kernels.check_kernel(self.kernel)
+        Parameter("min_updates", 1, ge=1).check(self.min_updates)
 
     def __repr__(self) -> str:
         name = getattr(self.reduce, "__qualname__", type(self.reduce).__qualname__)
@@ -146,8 +150,7 @@ class Aggregator:
         while True:
             if bad and self.on_bad_update == "raise":
                 raise BadUpdate({updates.clients[row]: bad[row] for row in sorted(bad)})
-            good = (row for row in range(len(updates.clients)) if row not in bad)
-            rows = np.array(sorted(good, key=lambda row: updates.clients[row]), np.int64)
+            rows, bad = self._choose_rows(updates, bad)
             try:
                 new_model, *columns, after, report = self._aggregate(packed, updates, rows, state, donate)
                 overflow = _check_result(new_model, packed, updates, rows, is_checked)
@@ -169,6 +172,14 @@ class Aggregator:
         if overflow:
             raise ModelOverflow(overflow, replace(result, model=model))
         return result
+
+    def _choose_rows(self, updates: Updates, bad: Mapping[int, str]) -> tuple[Integers, dict[int, str]]:
+        """Return the rows that count, by client, and the others with the reason. With fewer than `min_updates` none counts."""
+        good = [row for row in range(len(updates.clients)) if row not in bad]
+        if len(good) < self.min_updates:
+            too_few = f"only {len(good)} updates of this round can be used, and it needs {self.min_updates}"
+            return np.zeros(0, np.int64), {**dict.fromkeys(good, too_few), **bad}
+        return np.array(sorted(good, key=lambda row: updates.clients[row]), np.int64), dict(bad)
 
     def _must_check_first(self) -> bool:
         """Return whether model and buffers must be checked before they are used.
