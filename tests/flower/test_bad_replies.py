@@ -264,19 +264,18 @@ def test_everyone_bad_leaves_the_model_as_it_was():
 
 
 def test_a_server_step_that_overflows_leaves_the_model_and_says_why():
-    """FedDyn adds its history to the mean: 2e38 + 2e38 is beyond float32, though each client's model is finite."""
+    """FedDyn adds its history to the mean: 3e38 + 1.5e38 is beyond float32, though each client's model is finite."""
     sites = Sites(method="feddyn", rounds=2)
-    strategy, far = (
-        sites.strategy(fraction_evaluate=0.0),
-        change_arrays(set_array("head.bias", Array(np.full(3, 2e38, np.float32)))),
-    )
+    initial = ArrayRecord({**sites.initial, "head.bias": Array(np.full(3, 1.5e38, np.float32))})
+    strategy = sites.strategy(fraction_evaluate=0.0)
+    far = change_arrays(set_array("head.bias", Array(np.full(3, 3e38, np.float32))))
     models = []
 
     def spoil(node: int, reply: Message) -> list[Message]:
         models.append(strategy.state.model.params.clone())
         return far(reply) if strategy.rounds.current.number == 1 else [reply]
 
-    strategy.start(sites.grid(spoil), sites.initial, num_rounds=2)
+    strategy.start(sites.grid(spoil), initial, num_rounds=2)
     first, second = strategy.history
     assert "makes the global model infinite" in first.report["unmoved"]
     assert torch.equal(models[0], models[-1])  # of round 1 and of round 2

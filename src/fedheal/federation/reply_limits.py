@@ -1,10 +1,14 @@
 """Bounds on what a client sends, checked before anything of it is kept, shown or recorded."""
 
-from collections.abc import Callable, Mapping
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 MAX_NAME = 200  # characters of a client's or domain's name
 MAX_TEXT = 300  # characters of a client's text in logs and records
@@ -24,10 +28,11 @@ MAX_COUNTER_STEP = 10**9  # in one round: more batches than a client trains
 MAX_BUFFER = 1e15  # of a running statistic: squares of it stay finite in float32
 
 NORM_FACTOR = 10.0  # times the cohort's median: a norm above that is warned of, and left out with max_norm="auto"
-# A training whose update is longer than both of these allow has diverged. A new site may move much further than sites that have
-# nothing left to learn, but not by several times the model itself.
-DIVERGED_FACTOR = 1000.0  # times the cohort's median
-DIVERGED_SHARE = 10.0  # times the norm of the model that it was sent
+# An update that is longer than these allow is that of a training that has diverged. A new site may move much further than sites
+# that have nothing left to learn, but not by several times the model itself.
+DIVERGED_FACTOR = 1000.0  # times the median of the others', or times the model's norm
+DIVERGED_SHARE = 10.0  # at least so many times the model's norm
+SMALLEST_ENTRY = 0.1  # the norm of a model that starts near zero counts as if its entries were of this size
 # As NORM_FACTOR, for buffers and for the messages of local terms: these differ more between clients of different domains.
 EXTRA_FACTOR = 1000.0
 MIN_NORMS = 3  # between two clients nobody can say which one is far off
@@ -80,25 +85,44 @@ def find_far_norms(norms: Mapping[str, float], factor: float = NORM_FACTOR) -> d
     }
 
 
-def find_diverged(norms: Mapping[str, float], measure_model: Callable[[], float]) -> dict[str, str]:
+def find_diverged(norms: Mapping[str, float], model: Tensor) -> dict[str, str]:
     """Return the clients whose training has diverged, by the norms of their updates, with the reason.
 
     Args:
         norms: By client, the norm of its update.
-        measure_model: Returns the norm of the model that the clients were sent; called only if an update is far off.
+        model: The parameters that the clients were sent.
 
-    >>> find_diverged({"a": 1.0, "b": 2.0, "c": 5e4}, lambda: 80.0)
-    {'c': 'its training has diverged: its update has norm 5e+04; the median of this round is 2, the norm of the model 80'}
-    >>> find_diverged({"a": 1e-6, "b": 1e-6, "newcomer": 50.0}, lambda: 80.0)
+    >>> model = torch.full((64,), 10.0)
+    >>> print(find_diverged({"a": 1.0, "b": 2.0, "c": 5e4}, model)["c"])
+    its training has diverged: its update has norm 5e+04, 5e+04 times the median of the others', and that of the model is 80
+    >>> find_diverged({"a": 1e-6, "b": 1e-6, "newcomer": 50.0}, model)
     {}
     """
-    ordered = sorted(norms.values())
-    median = ordered[(len(ordered) - 1) // 2] if ordered else 0.0
-    far = {client: norm for client, norm in norms.items() if norm > DIVERGED_FACTOR * median}
-    model_norm = measure_model() if far else 0.0
-    than = f"the median of this round is {median:.3g}, the norm of the model {model_norm:.3g}"
-    return {
-        client: f"its training has diverged: its update has norm {norm:.4g}; {than}"
-        for client, norm in far.items()
-        if norm > DIVERGED_SHARE * model_norm
-    }
+    ordered, smallest = sorted(norms.values()), SMALLEST_ENTRY * math.sqrt(model.numel())
+    medians = {client: _find_median_of_others(ordered, norm) for client, norm in norms.items()}
+    suspects = [c for c, norm in norms.items() if norm > DIVERGED_FACTOR * min(medians[c], smallest)]
+    if not suspects:
+        return {}  # without a pass over the model
+    model_norm = measure_norm(model)
+    reference, reasons = max(model_norm, smallest), {}
+    for client in suspects:
+        norm, median = norms[client], medians[client]
+        if norm > max(DIVERGED_SHARE * reference, DIVERGED_FACTOR * min(median, reference)):
+            ratio = f"{norm / median:.3g} times the median of the others', " if median else ""
+            reasons[client] = (
+                f"its training has diverged: its update has norm {norm:.4g}, {ratio}and that of the model is {model_norm:.3g}"
+            )
+    return reasons
+
+
+def _find_median_of_others(ordered: Sequence[float], norm: float) -> float:
+    """Return the lower median of sorted norms without this one; 0 if there is no other."""
+    others, middle = len(ordered) - 1, (len(ordered) - 2) // 2
+    if not others:
+        return 0.0
+    return ordered[middle if middle < bisect_left(ordered, norm) else middle + 1]
+
+
+def measure_norm(vector: Tensor) -> float:
+    """Return the norm of a vector, whose square may be infinite in its own dtype."""
+    return float(torch.linalg.vector_norm(vector, dtype=torch.float64))

@@ -194,7 +194,7 @@ class ReplyUpdates(Updates):
 
     def find_diverged_rows(self) -> dict[int, str]:
         """Return the rows of clients whose training has diverged, with the reason."""
-        diverged = find_diverged(self.norms, lambda: measure_norm(self._model.params))
+        diverged = find_diverged(self.norms, self._model.params)
         return {row: diverged[client] for row, client in enumerate(self.clients) if client in diverged}
 
     def average_rows(self, rows: Integers, weights: Floats) -> Tensor | None:
@@ -209,11 +209,6 @@ class ReplyUpdates(Updates):
         params, norms = averaged
         self._norms = dict(zip((reply.client for reply in replies), norms, strict=True))
         return torch.from_numpy(params)
-
-
-def measure_norm(vector: Tensor) -> float:
-    """Return the norm of a vector, whose square may be infinite in its own dtype."""
-    return float(torch.linalg.vector_norm(vector, dtype=torch.float64))
 
 
 def make_pool() -> ThreadPoolExecutor:

@@ -16,7 +16,6 @@ from fedheal.core.updates import Updates
 from fedheal.federation.cohort import Cohort, CohortBuilder
 from fedheal.federation.replies import MissingRequirement, RejectedReply, TrainReply
 from fedheal.federation.reply_limits import EXTRA_FACTOR, MAX_COUNTER, MAX_METRIC, find_counter_jump, find_diverged
-from fedheal.federation.reply_updates import measure_norm
 from fedheal.flower.messages import view_array
 from fedheal.flower.node_registry import ReceivedReply
 from fedheal.flower.reply_reader import read_train_metrics
@@ -40,7 +39,7 @@ class ScalarCohortBuilder(CohortBuilder[ReceivedReply]):
                 missing += [error.needed] if isinstance(error, MissingRequirement) else []
         missing_requirement = missing[0] if missing and not replies else None
         norms = {client: math.sqrt(reply.metrics[DISTANCE]) for client, reply in replies.items()}
-        too_long = self._find_too_long(norms) | find_diverged(norms, lambda: measure_norm(state.model.params))
+        too_long = self._find_too_long(norms) | find_diverged(norms, state.model.params)
         if self.layout.sizes().buffers:
             buffer_norms = {client: reply.metrics[BUFFER_NORM] for client, reply in replies.items()}
             too_long |= find_far_buffers(buffer_norms, float(state.model.buffers.double().norm()))
