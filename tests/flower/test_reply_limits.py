@@ -14,7 +14,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 
 from fedheal import Layout
-from fedheal.federation.extra_checks import check_extras
+from fedheal.federation.extra_checks import check_extras, find_far_metrics
 from fedheal.federation.replies import RejectedReply, TrainReply
 from fedheal.federation.reply_limits import MAX_NAME, find_far_norms
 from fedheal.flower import FairStrategy, FedHEAL, client
@@ -68,7 +68,8 @@ TOO_MUCH = {
     "arrays": (add_record("junk", ArrayRecord({str(i): Array(np.zeros(1)) for i in range(1000)})), "arrays, at most"),
     "a key": (add_record("junk", MetricRecord({"x" * 3000: 1.0})), "has 3000 characters, at most 1000"),
     "text": (add_record("junk", ConfigRecord({"x": "y" * 2**21, "z": "", "e": []})), "metrics and configs hold 2097"),
-    "a list": (add_record("junk", MetricRecord({"x": [0.0] * 2**18})), "metrics and configs hold"),
+    "a list": (add_record("junk", ConfigRecord({"x": [0.0] * 2**18})), "metrics and configs hold"),
+    "a list of numbers": (add_record("junk", MetricRecord({"x": [0.0] * 5000})), "lists of 5000 numbers, at most 4096"),
     "a long name": (set_client_info(client="x" * 3000), "its name has 3000 characters, at most 200"),
     "a long domain": (set_client_info(domain="x" * 3000), "its domain has 3000 characters"),
     "a name of two lines": (
@@ -231,6 +232,77 @@ def test_a_diverged_update_costs_its_client_the_round_and_nobody_else(method, va
     assert all("far_norms" not in record.report for record in strategy.history)
     assert torch.equal(strategy.state.model.params, run_without_reply(method)[0])
     assert strategy.history[2].weights[name] > 0
+
+
+def test_a_lone_reply_is_compared_with_the_model():
+    """The other clients do not reply, so there is no median of theirs."""
+    huge = change_arrays(set_array("head.bias", Array(np.full(3, 1e15, np.float32))))
+    spoils = {node: (lambda reply: []) for node in range(100, 105)} | {BAD: huge}
+    strategy, name = run_with_bad_replies(spoils)
+    assert strategy.history[1].report["skipped"][name].startswith("its training has diverged")
+    assert len(strategy.history[2].weights) == 5
+
+
+@pytest.mark.parametrize("value", [math.nan, 1e15])
+@pytest.mark.parametrize("method", ["fedavg", "fedheal"])
+def test_an_update_that_cannot_be_used_does_not_count_as_a_reply(method, value):
+    unusable = change_arrays(set_array("head.bias", Array(np.full(3, value, np.float32))))
+    strategy, name = run_with_bad_replies(unusable, method, min_replies=5)
+    assert [any(record.weights.values()) for record in strategy.history] == [True, False, True]
+    skipped = strategy.history[1].report["skipped"]
+    reason = "only 4 updates of this round can be used, and it needs 5"
+    assert [why for client, why in skipped.items() if client != name] == [reason] * 4
+    assert reason not in skipped[name]
+
+
+@pytest.mark.parametrize(
+    ("method", "metric", "value", "words"),
+    [
+        ("afl", "loss", 1e9, r"the metric 'loss' = 1e\+09, far above the median of this round"),
+        ("qffl", "reach", 1e-12, "the metric 'reach' = 1e-12, far below the median of this round"),
+        ("fedheal:per_step=true", "reach", 1e9, r"the metric 'reach' = 1e\+09, far above the median of this round"),
+    ],
+)
+def test_metrics_far_from_the_others_are_warned_of_and_left_out_if_asked(method, metric, value, words):
+    warned, name = run_with_bad_replies(set_metric(metric, value), method)
+    assert re.search(words, warned.history[1].report["far_norms"][name])
+    bounded, _ = run_with_bad_replies(set_metric(metric, value), method, max_norm="auto")
+    assert re.search(f"it sends {words}", bounded.history[1].report["skipped"][name])
+    assert torch.equal(bounded.state.model.params, run_without_reply(method)[0])
+
+
+def test_a_loss_is_not_far_because_the_other_sites_have_nothing_left_to_learn():
+    others = {"a": 1e-6, "b": 1e-6, "c": 1e-6}
+    assert find_far_metrics("loss", others | {"newcomer": 900.0}) == {}
+    assert find_far_metrics("loss", others | {"newcomer": 1100.0}).keys() == {"newcomer"}
+    assert find_far_metrics("loss", {"a": 2.0, "b": 2.0, "c": 1900.0}) == {}
+    assert find_far_metrics("reach", others | {"newcomer": 900.0}).keys() == {"newcomer"}
+    assert find_far_metrics("reach", {"a": 1.0, "b": 1.0, "c": 1.1e-3}) == {}
+    assert find_far_metrics("reach", {"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.9e-3, "e": 0.0}).keys() == {"d"}  # 0 is rejected
+
+
+@pytest.mark.parametrize("method", ["ditto", "ditto:feedback=true"])
+def test_a_model_that_has_counted_many_batches_can_go_on(method):
+    sites = Sites(method=method, rounds=2)
+    initial = ArrayRecord({**sites.initial, "body.1.num_batches_tracked": Array(np.array(2_000_000))})
+    strategy = sites.strategy(fraction_evaluate=0.0)
+    strategy.start(sites.grid(), initial, num_rounds=2)
+    assert [len(record.weights) for record in strategy.history] == [5, 5]
+    assert strategy.state.model.counters.item() > 2_000_000
+
+
+def test_a_client_that_sends_no_accuracy_although_others_do_is_named():
+    sites = Sites(rounds=1)
+
+    def drop_accuracy(node: int, reply: Message) -> list[Message]:
+        if node == BAD and reply.metadata.message_type == "evaluate":
+            reply.content["metrics"] = MetricRecord({"num-examples": 3})
+        return [reply]
+
+    strategy = sites.strategy()
+    strategy.start(sites.grid(drop_accuracy), sites.initial, num_rounds=1)
+    not_evaluated = strategy.history[0].report["not_evaluated"]
+    assert not_evaluated == {sites.names[2]: "it sent no 'accuracy' that is a number, and others did"}
 
 
 FAR_EXTRAS = {

@@ -38,7 +38,9 @@ class Cohort:
     missing_requirement: str | None = None  # what the method needs, if no reply has it
     message_digests: dict[str, str] = field(default_factory=dict)  # by client; of their names, shapes and dtypes
     get_norms: Callable[[], Mapping[str, float]] = dict  # of all updates that could be read
-    far_extras: Mapping[str, str] = field(default_factory=dict)  # clients with far buffers or messages, and how far
+    far_extras: Mapping[str, str] = field(
+        default_factory=dict
+    )  # clients with far buffers, messages or metrics, and how far
 
     def find_far_norms(self) -> dict[str, str]:
         """Return the clients that count, although far from the others, and how far.
@@ -89,7 +91,7 @@ class CohortBuilder(Generic[R]):
         _skip_unusual_messages(replies, {**known_digests, **digests}, skipped)
         replies = dict(sorted(replies.items()))
         updates = all_updates = ReplyUpdates(replies, state.model, self._writer)
-        far_extras = find_far_extras(replies, self.layout, state.model)
+        far_extras = find_far_extras(replies, self.layout, state.model, self.requirements.needs)
         too_long = self._find_too_long(all_updates.norms) if self.requirements.max_norm is not None else {}
         if self.requirements.max_norm == AUTO:
             too_long = {c: f"it sends {far}, and max_norm is '{AUTO}'" for c, far in far_extras.items()} | too_long

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedheal.aggregate.validate import POSITIVE
 from fedheal.core.layout import Entry, Layout, Packed
 from fedheal.federation.model_arrays import widen_bfloat16
 from fedheal.federation.replies import RejectedReply, TrainReply
@@ -60,8 +61,17 @@ def _find_bad_buffer(entry: Entry, values: NDArray[Any], sent: NDArray[Any]) -> 
     return f"its '{entry.name}' holds {beyond.max():g}, beyond {MAX_BUFFER:g}" if beyond.size else None
 
 
-def find_far_extras(replies: Mapping[str, TrainReply], layout: Layout, model: Packed) -> dict[str, str]:
-    """Return the clients whose buffers moved, or whose messages are, far beyond the cohort's median, with the reason."""
+def find_far_extras(
+    replies: Mapping[str, TrainReply], layout: Layout, model: Packed, needs: Sequence[str] = ()
+) -> dict[str, str]:
+    """Return the clients with buffers, messages or needed metrics far beyond the cohort's median, with the reason.
+
+    Args:
+        replies: The replies of the round.
+        layout: The model's layout.
+        model: The model that the clients were sent.
+        needs: The metrics that the method needs.
+    """
     buffers = widen_bfloat16(model.buffers).numpy()
     entries = [entry for entry in layout.entries if entry.kind == "buffer"]
 
@@ -74,7 +84,25 @@ def find_far_extras(replies: Mapping[str, TrainReply], layout: Layout, model: Pa
     finite = {client: norm for client, norm in moved.items() if math.isfinite(norm)}
     sent = {client: _measure_messages(reply.messages) for client, reply in replies.items()}
     far = {client: f"buffers with {why}" for client, why in find_far_norms(finite, EXTRA_FACTOR).items()}
-    return far | {client: f"messages with {why}" for client, why in find_far_norms(sent, EXTRA_FACTOR).items()}
+    far |= {client: f"messages with {why}" for client, why in find_far_norms(sent, EXTRA_FACTOR).items()}
+    for name in needs:
+        far |= find_far_metrics(name, {c: reply.metrics[name] for c, reply in replies.items() if name in reply.metrics})
+    return far
+
+
+def find_far_metrics(name: str, values: Mapping[str, float]) -> dict[str, str]:
+    """Return the clients whose metric is far from the cohort's median, with the reason.
+
+    >>> find_far_metrics("loss", {"a": 0.5, "b": 2.0, "c": 1e9})
+    {'c': "the metric 'loss' = 1e+09, far above the median of this round"}
+    """
+    if name in POSITIVE:  # methods divide by it, so a small one counts as much as a large one
+        large, inverse = values, {client: 1 / value for client, value in values.items() if value > 0}
+    else:  # among sites with losses near 0, one that has still to learn is a thousand times above the median
+        large, inverse = {client: max(abs(value), 1.0) for client, value in values.items()}, {}
+    far = dict.fromkeys(find_far_norms(large, EXTRA_FACTOR), "above")
+    far |= dict.fromkeys(find_far_norms(inverse, EXTRA_FACTOR), "below")
+    return {c: f"the metric '{name}' = {values[c]:g}, far {where} the median of this round" for c, where in far.items()}
 
 
 def _measure_messages(groups: Sequence[Arrays]) -> float:

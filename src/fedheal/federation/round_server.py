@@ -31,6 +31,7 @@ R = TypeVar("R", bound=Sender)
 O = TypeVar("O", bound=OpenRound)  # noqa: E741
 
 NO_REPLY = "it did not reply"  # why a client is in `not_evaluated`
+NO_ACCURACY = "it sent no 'accuracy' that is a number, and others did"  # likewise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class RoundServer(Generic[K, R, O]):
     _empty_rounds: list[Collection[int | str]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self.aggregator = replace(self.aggregator, on_bad_update="skip")
+        self.aggregator = replace(self.aggregator, on_bad_update="skip", min_updates=self.settings.min_replies)
 
     @property
     def has_begun(self) -> bool:
@@ -190,6 +191,8 @@ class RoundServer(Generic[K, R, O]):
             except RejectedReply as error:
                 self.log.warning("evaluation: '%s' is skipped: %s", reply.client, error)
                 problems[reply.client] = str(error)
+        if any(evaluation.accuracy is not None for evaluation in evaluations):
+            problems |= {e.client: NO_ACCURACY for e in evaluations if e.accuracy is None}
         for evaluation in evaluations:
             self.clients.client_domains[evaluation.client] = evaluation.domain
             self.clients.test_examples[evaluation.client] = evaluation.num_examples

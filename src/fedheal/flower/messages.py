@@ -99,7 +99,8 @@ def describe_terms(terms: Sequence[object]) -> list[str]:
     """
     described = []
     for term in terms:
-        values = ((f.name, getattr(term, f.name)) for f in getattr(term, "__dataclass_fields__", {}).values() if f.repr)
+        shown = [f.name for f in fields(term) if f.repr] if is_dataclass(term) else []
+        values = ((name, getattr(term, name)) for name in shown)
         # A function's repr has its address in memory, which differs between processes.
         words = ", ".join(f"{key}={getattr(value, '__qualname__', repr(value))}" for key, value in values)
         described.append(f"{type(term).__qualname__}({words})" if is_dataclass(term) else type(term).__qualname__)

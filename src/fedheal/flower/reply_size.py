@@ -11,7 +11,8 @@ from fedheal.core.layout import Layout
 
 MAX_KEY = 1000  # characters of the name of a record, an array or a metric
 MAX_RECORDS = 64
-MAX_METRICS = 256  # a list is one; names that change every round would fill the server's memory
+MAX_METRICS = 256  # names that change every round would fill the server's memory
+MAX_NUMBERS = 4096  # of metrics that are lists, together: Flower's result keeps them for every round
 MAX_SMALL_BYTES = 2**20  # of names, metrics and configs together
 
 
@@ -48,6 +49,11 @@ class ReplyLimits:
         metrics = sum(map(len, content.metric_records.values()))
         if metrics > MAX_METRICS:
             return f"it holds {metrics} metrics, at most {MAX_METRICS} are allowed"
+        numbers = sum(
+            len(v) for record in content.metric_records.values() for v in record.values() if isinstance(v, list)
+        )
+        if numbers > MAX_NUMBERS:
+            return f"its metrics hold lists of {numbers} numbers, at most {MAX_NUMBERS} are allowed"
         small: list[Mapping[str, Any]] = [*content.config_records.values(), *content.metric_records.values()]
         num_bytes = sum(len(name) + _count_bytes(value) for record in small for name, value in record.items())
         if num_bytes > MAX_SMALL_BYTES:
