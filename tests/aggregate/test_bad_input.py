@@ -385,7 +385,7 @@ def test_too_few_usable_updates_leave_model_and_state(make, flaw):
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, None, "3"])
 def test_a_minimum_that_is_no_number_of_updates_is_refused(value):
-    with pytest.raises(ValueError, match="^min_updates = .*: use a whole number of at least 1$"):
+    with pytest.raises(ValueError, match=r"^min_updates = .*: use a whole number of at least 1$"):
         replace(fedavg(), min_updates=value)
 
 

@@ -278,7 +278,9 @@ def test_a_loss_is_not_far_because_the_other_sites_have_nothing_left_to_learn():
     assert find_far_metrics("loss", {"a": 2.0, "b": 2.0, "c": 1900.0}) == {}
     assert find_far_metrics("reach", others | {"newcomer": 900.0}).keys() == {"newcomer"}
     assert find_far_metrics("reach", {"a": 1.0, "b": 1.0, "c": 1.1e-3}) == {}
-    assert find_far_metrics("reach", {"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.9e-3, "e": 0.0}).keys() == {"d"}  # 0 is rejected
+    assert find_far_metrics("reach", {"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.9e-3, "e": 0.0}).keys() == {
+        "d"
+    }  # 0 is rejected
 
 
 @pytest.mark.parametrize("method", ["ditto", "ditto:feedback=true"])
