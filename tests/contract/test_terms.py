@@ -305,7 +305,7 @@ ALONG = {
     "fedsam": (0, 0, 0),
     "fedlesam": (0, 0, 0),
     "fedism": (8, 0, 0),  # the sharpness
-    "ditto": (SIZE, 0, 0),
+    "ditto": (4 * (P + BUFFERS), 0, 0),  # the personal model without its counter
     "fedavg+afl": (8, 0, 0),  # a loss
     "fedavg+qffl": (16, 0, 0),  # and how far the client's steps reach
     "fedpw": (8, 0, 0),
