@@ -272,7 +272,7 @@ def test_the_reason_names_the_field_and_the_value(reply, message):
 def test_what_is_no_reply_at_all_is_refused_like_one_that_does_not_fit(bad_reply):
     replies = [("good", np.ones(3), 1), bad_reply]
     with pytest.raises(
-        ValueError, match=r"^client '.*': its reply is a .*: give a Reply, or \(client, delta, num_examples\)"
+        ValueError, match=r"^client '.*': its reply is an? .*: give a Reply, or \(client, delta, num_examples\)"
     ):
         Updates.collect(replies)
     updates = Updates.collect([("good", np.ones(3), 1), bad_reply], on_bad_update="skip")

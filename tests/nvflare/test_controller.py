@@ -102,7 +102,7 @@ CASES = {
     "many examples": (set_meta(EXAMPLES, 1e12), "at most max_examples"),
     "true examples": (set_meta(EXAMPLES, True), "that is a number"),
     "domain": (set_meta(DOMAIN, "a\nb"), "cannot be printed"),
-    "domain number": (set_meta(DOMAIN, 3), "its domain is a int"),
+    "domain number": (set_meta(DOMAIN, 3), "its domain is an int"),
 }
 
 

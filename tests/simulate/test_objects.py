@@ -164,7 +164,7 @@ def test_a_description_alone_does_not_run_and_loads_into_a_module(tmp_path: Path
         ({"model": 3}, "model = 3: give a model's name"),
         ({"model": tiny_data.leaving}, r"the model's function 'leaving@\w+' raised SystemExit: 3"),
         ({"model": tiny_data.unable}, r"the model's function 'unable@\w+' raised RuntimeError: no weights here"),
-        ({"model": lambda n: n}, r"the model's function '.*lambda.*@\w+' returned a int, not a torch\.nn\.Module"),
+        ({"model": lambda n: n}, r"the model's function '.*lambda.*@\w+' returned an int, not a torch\.nn\.Module"),
         (
             {"model": lambda a, b, c: build_without_arguments()},
             r"raised TypeError: .*missing 1 required positional argument",

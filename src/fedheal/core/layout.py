@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from fedheal.core.checks import check_type
+from fedheal.core.errors import add_article
 
 Kind = Literal["param", "buffer", "counter"]
 KINDS: tuple[Kind, ...] = ("param", "buffer", "counter")
@@ -112,8 +113,8 @@ class Layout:
         for name, tensor in module.state_dict(keep_vars=True).items():
             if not isinstance(tensor, Tensor):
                 raise TypeError(
-                    f"state_dict entry '{name}' is a {type(tensor).__name__}, not a tensor: extra state of other kinds "
-                    "cannot be averaged; leave it out of the module's state_dict"
+                    f"state_dict entry '{name}' is {add_article(type(tensor).__name__)}, not a tensor: "
+                    "extra state of other kinds cannot be averaged; leave it out of the module's state_dict"
                 )
             if id(tensor) not in seen:
                 kind: Kind = "param" if id(tensor) in parameters else "buffer"
@@ -231,7 +232,7 @@ class Layout:
         for e in self.entries:
             tensor = state_dict[e.name]
             if not isinstance(tensor, Tensor):
-                raise ValueError(f"'{e.name}' is a {type(tensor).__name__}, not a tensor")
+                raise ValueError(f"'{e.name}' is {add_article(type(tensor).__name__)}, not a tensor")
             if tuple(tensor.shape) != e.shape or tensor.dtype != e.dtype:
                 raise ValueError(
                     f"'{e.name}' is {tensor.dtype} of shape {tuple(tensor.shape)}; this layout has {e.dtype} of shape {e.shape}"

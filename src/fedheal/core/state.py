@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fedheal.core.atomic_files import write_bytes
 from fedheal.core.checks import check_type
+from fedheal.core.errors import add_article
 from fedheal.core.layout import Packed
 from fedheal.core.nested_text import parse_json
 
@@ -196,7 +197,7 @@ def _flatten(value: Any, path: str, arrays: dict[str, Tensor]) -> Any:
             for i, (key, item) in enumerate(value.items())
         }
     if not is_dataclass(value):
-        raise TypeError(f"a state holds a {type(value).__name__} in '{path}', which cannot be saved")
+        raise TypeError(f"a state holds {add_article(type(value).__name__)} in '{path}', which cannot be saved")
     json: dict[str, Any] = {"kind": value.kind} if isinstance(value, State) else {}
     for field in fields(value):
         item = getattr(value, field.name)

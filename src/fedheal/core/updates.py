@@ -224,13 +224,15 @@ def client_id(client: object) -> str:
     if isinstance(client, (int, np.integer)) and not isinstance(client, bool):
         return str(int(client))
     remedy = "use a string or an integer that stays the same"
-    raise TypeError(f"client id {client!r} is a {type(client).__name__}: {remedy}")
+    raise TypeError(f"client id {client!r} is {add_article(type(client).__name__)}: {remedy}")
 
 
 def _matrix(name: str, value: Array | Sequence[Array], clients: tuple[str, ...]) -> Tensor:
     if not isinstance(value, (Tensor, np.ndarray)):
         if not isinstance(value, Sequence):
-            raise TypeError(f"{name} is a {type(value).__name__}: give a matrix, or a list with one vector per client")
+            raise TypeError(
+                f"{name} is {add_article(type(value).__name__)}: give a matrix, or a list with one vector per client"
+            )
         for client, row in zip(clients, value, strict=False):
             if isinstance(row, Mapping | Packed | nn.Module):
                 remedy = "give its flat parameters, local minus global, or use Updates.from_modules"
@@ -357,7 +359,9 @@ class Collector:
 def _read_reply(given: Any, copy: bool) -> tuple[Tensor, Reply]:
     """Return the reply's update, and the rest of the reply in plain types; `copy`: with vectors in new memory."""
     if not isinstance(given, Sequence) or isinstance(given, str):
-        raise TypeError(f"its reply is a {type(given).__name__}: give a Reply, or (client, delta, num_examples)")
+        raise TypeError(
+            f"its reply is {add_article(type(given).__name__)}: give a Reply, or (client, delta, num_examples)"
+        )
     least, most = len(Reply._fields) - len(Reply._field_defaults), len(Reply._fields)
     if not least <= len(given) <= most:
         raise TypeError(f"its reply has {len(given)} parts: give a Reply, or {least} to {most} of {Reply._fields}")

@@ -67,8 +67,6 @@ class Part:
         """Return what the constructor makes; raise ValueError if a parameter is out of range or a user's function fails."""
         try:
             return self.constructor(**self.explicit)
-        except ValueError:
-            raise
         except Exception as error:
             if not self.is_custom:
                 raise

@@ -20,6 +20,7 @@ from fedheal.aggregate.whole.fedga import fedga_stage
 from fedheal.aggregate.whole.fedism import FEDISM_BETA, FEDISM_Q, fedism_stage
 from fedheal.aggregate.whole.fedpw import fedpw_stage
 from fedheal.core.checks import check_type
+from fedheal.core.errors import add_article
 from fedheal.core.parameter import Parameter, declare_parameters, get_parameters
 from fedheal.local.client_weights import FAIR_CONTROLS
 from fedheal.local.ditto import Ditto
@@ -336,7 +337,9 @@ def _to_local(part: Part, built: Any) -> Local:
         case Method():
             return Local(built.local, aggregator=built.aggregator, training=built.training, server=built.server)
     expected = "a Stage, an Aggregator, a Term, a Local, a Server or a Method"
-    raise ValueError(f"the method's function {part.name!r} returned a {type(built).__name__}, not {expected}")
+    raise ValueError(
+        f"the method's function {part.name!r} returned {add_article(type(built).__name__)}, not {expected}"
+    )
 
 
 def _make_aggregator(parts: list[Part], stages: list[Stage], uniform: bool, name: str) -> Aggregator:

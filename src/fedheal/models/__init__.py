@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from fedheal.core.errors import format_error, suggest
+from fedheal.core.errors import add_article, format_error, suggest
 from fedheal.core.import_path import import_function
 from fedheal.models.from_libraries import build_library_model, is_library_name
 from fedheal.models.pretrained import load_weights, read_weights
@@ -80,7 +80,9 @@ def build(name: str, classes: int, weights: str | None = None, **kwargs: Any) ->
             raise
         raise ValueError(f"the model's factory {name!r} raised {format_error(error)}") from error
     if not isinstance(model, nn.Module):
-        raise ValueError(f"the model's factory {name!r} returned a {type(model).__name__}, not a torch.nn.Module")
+        raise ValueError(
+            f"the model's factory {name!r} returned {add_article(type(model).__name__)}, not a torch.nn.Module"
+        )
     if weights is not None:
         load_weights(model, read_weights(weights), weights)
     return model

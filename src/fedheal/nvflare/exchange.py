@@ -14,6 +14,7 @@ from nvflare.apis.fl_constant import FLMetaKey
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from torch import Tensor
 
+from fedheal.core.errors import add_article
 from fedheal.core.layout import Layout, Packed
 from fedheal.federation.model_arrays import match_bfloat16, widen_bfloat16
 from fedheal.federation.replies import EvaluateReply, RejectedReply, ReplyRequirements, TrainReply
@@ -72,7 +73,7 @@ def view(value: object) -> NDArray[Any]:
     if isinstance(value, Tensor):
         value = widen_bfloat16(value.detach().cpu()).numpy()
     if not isinstance(value, np.ndarray | np.generic):  # a difference of arrays without dimensions is no array
-        raise ValueError(f"it is a {type(value).__name__}, not an array")
+        raise ValueError(f"it is {add_article(type(value).__name__)}, not an array")
     array = np.asarray(value)
     if array.dtype.kind not in "fiubc":
         raise ValueError(f"it holds {array.dtype}, not numbers")
@@ -115,7 +116,7 @@ def read_domain(reply: SiteReply) -> str:
     if domain is None:
         return reply.client
     if not isinstance(domain, str) or not domain:
-        raise RejectedReply(f"its domain is a {type(domain).__name__}, not a name")
+        raise RejectedReply(f"its domain is {add_article(type(domain).__name__)}, not a name")
     if (problem := find_bad_name("domain", domain)) is not None:
         raise RejectedReply(problem)
     return domain

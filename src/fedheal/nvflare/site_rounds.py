@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fedheal import methods
 from fedheal.aggregate.server_optimizer import Server
+from fedheal.core.errors import add_article
 from fedheal.core.import_path import import_function
 from fedheal.core.layout import Layout, Packed
 from fedheal.federation.model_arrays import infer_tensor_layout, match_bfloat16
@@ -178,7 +179,7 @@ def resolve_module(path: str | None) -> nn.Module | None:
     make: Callable[[], Any] = import_function("model", path)
     module = make()
     if not isinstance(module, nn.Module):
-        raise ValueError(f"model = '{path}' makes a {type(module).__name__}: it must make a torch module")
+        raise ValueError(f"model = '{path}' makes {add_article(type(module).__name__)}: it must make a torch module")
     return module
 
 

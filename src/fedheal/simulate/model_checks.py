@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
+from fedheal.core.errors import add_article
 from fedheal.core.layout import Layout
 from fedheal.engine.precision import autocast
 from fedheal.engine.serial import use_seed
@@ -93,7 +94,7 @@ def _check_logits(name: str, logits: object, number: int, classes: int, where: s
 
 
 def _describe_shape(given: object) -> str:
-    return str(tuple(given.shape)) if isinstance(given, Tensor) else f"a {type(given).__name__}"
+    return str(tuple(given.shape)) if isinstance(given, Tensor) else f"{add_article(type(given).__name__)}"
 
 
 def _count_images(number: int) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedheal.core.errors import format_error, name_value
+from fedheal.core.errors import add_article, format_error, name_value
 from fedheal.core.layout import Layout
 from fedheal.data.datasets import check_loaded
 from fedheal.data.domains import Domains, fingerprint
@@ -67,7 +67,7 @@ class ModelObject:
         except (Exception, SystemExit) as error:  # a user's function may raise anything
             raise ValueError(f"the model's function {self.description!r} raised {format_error(error)}") from error
         if not isinstance(module, nn.Module):
-            returned = f"returned a {type(module).__name__}"
+            returned = f"returned {add_article(type(module).__name__)}"
             raise ValueError(f"the model's function {self.description!r} {returned}, not a torch.nn.Module")
         return module
 
