@@ -23,6 +23,7 @@ LATER_SETTINGS: dict[str, Any] = {
     "evaluate": "all",
 }  # fmt: skip
 SCHEMA_VERSION = 2  # of the results that this version writes
+ROUNDING = 1e-6  # a mean of accuracies of 100 may be a little more
 REPORT_NUMBERS = ("kept", "distance", "kept_by_tensor")  # parts of an aggregator's report that map names to numbers
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -102,6 +103,13 @@ class _RunHead(_Record):
     rounds: int
     averaged: int  # evaluated rounds that the accuracies are means of
     domains: dict[str, float] = Field(min_length=1)
+
+    @field_validator("domains")
+    @classmethod
+    def _check_accuracies(cls, domains: dict[str, float]) -> dict[str, float]:
+        if not all(0 <= accuracy <= 100 + ROUNDING for accuracy in domains.values()):
+            raise ValueError(f"domains must have accuracies from 0 to 100, got {reprlib.repr(domains)}")
+        return domains
 
 
 class RunResult(Fairness, _RunHead):
