@@ -189,10 +189,6 @@ def test_a_search_of_nothing_is_a_sentence(benchmark, capsys, tmp_path, words, m
     assert_refused(benchmark, capsys, message, "search", *words, "--out", str(tmp_path))
 
 
-def test_a_noise_study_of_nothing_is_a_sentence(benchmark, capsys, tmp_path):
-    assert_refused(benchmark, capsys, "vary: split has one seed", "noise", "--vary", "split=1", "--out", str(tmp_path))
-
-
 def test_held_out_images_are_training_images_that_no_client_holds(search):
     embedded = load_dataset("embedded")
     held_out = search.hold_out(embedded, 100)
