@@ -55,7 +55,7 @@ def test_rounds_have_the_simulators_fields_and_the_missing_clients(tmp_path, cap
     ours, theirs = (
         json.loads((tmp_path / where / "rounds.jsonl").read_text().splitlines()[0]) for where in ("run", "simulation")
     )
-    assert [*theirs, "homes"] == [*ours]
+    assert [*theirs, "client_domains"] == [*ours]
     assert set(first.report) == set(simulated.history[0].report) | {"missing"}
     assert (second.cohort, second.replied, second.report["missing"]) == (5, 4, [sites.names[1]])
     summary = records.read_json(tmp_path / "run" / "result.json")

@@ -1,7 +1,7 @@
 """A federation's run folder: the project's own format, so that a report shows it like a simulation.
 
     federation.toml     how the strategy was set up (a simulation has experiment.toml here)
-    rounds.jsonl        as in `fedheal.runs.folder`; each line also has the domains of the round's clients as `homes`
+    rounds.jsonl        as in `fedheal.runs.folder`; each line also has the domains of the round's clients
     state/, model.safetensors, result.json        as in `fedheal.runs.folder`
 
 A round's checkpoint is written after its line, in the background while clients train; the next server step waits for it. With

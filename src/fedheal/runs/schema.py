@@ -47,8 +47,8 @@ class RoundRecord(_Record):
     fairness: dict[str, float] | None = None
     client_fairness: dict[str, float] | None = None
     validation: dict[str, float] | None = None  # by domain, on examples held out of its clients' training data
-    # Written by federations, whose clients come and go; the file calls it `homes`.
-    client_domains: dict[str, str | None] | None = Field(None, validation_alias=AliasChoices("homes", "client_domains"))
+    # Written by federations, whose clients come and go; version 0.1 called it `homes`.
+    client_domains: dict[str, str | None] | None = Field(None, validation_alias=AliasChoices("client_domains", "homes"))
 
     @field_validator("report", mode="before")
     @classmethod
@@ -64,9 +64,8 @@ class RoundRecord(_Record):
         except ValueError as error:
             raise ValueError(f"round {self.round} cannot be recorded: {error}") from None
         fields = dict(self)
-        client_domains = fields.pop("client_domains")
-        if client_domains is not None:
-            fields["homes"] = client_domains
+        if fields["client_domains"] is None:
+            del fields["client_domains"]
         return dump_json(fields, f"round {self.round}")
 
 
