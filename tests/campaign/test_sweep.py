@@ -63,12 +63,12 @@ def test_points_that_the_seeds_do_not_tell_apart_are_counted():
         (
             {"method": "fedheal", "rounds": 5, "only": ["mnist", "usps"]},
             {"tau": 0.4, "lr": 0.02},
-            "fedheal compare fedavg fedavg+fedheal:tau=0.4 --data embedded --seeds 3-7 rounds=5 only=mnist,usps lr=0.02",
+            "fedheal compare fedavg fedavg+fedheal:tau=0.4 --data embedded --seeds 3-10 rounds=5 only=mnist,usps lr=0.02",
         ),
         (
             {"data": "folder:/my photos", "clients_per_domain": {"a": 2, "b": 3}},
             {"method": "fedavg"},
-            "fedheal compare fedavg --data 'folder:/my photos' --seeds 3-7 clients_per_domain=a=2,b=3",
+            "fedheal compare fedavg --data 'folder:/my photos' --seeds 3-10 clients_per_domain=a=2,b=3",
         ),
     ],
 )

@@ -39,5 +39,5 @@ def test_a_sweep_shows_validation_scores_with_their_spread_and_nothing_of_the_te
     assert all(trial.keys() == {"point", "validation"} for trial in table["trials"])
     *words, last = shlex.split(done.out.splitlines()[-1])
     assert [*words[:4], last] == ["fedheal", "compare", "fedavg", "fedavg+fedheal", "lr=0.05"]
-    assert words[words.index("--seeds") + 1] == "2-6"
+    assert words[words.index("--seeds") + 1] == "2-9"
     assert table["next_command"] == done.out.splitlines()[-1].strip()

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedheal.campaign.compare import DEFAULT_SEEDS
 from fedheal.campaign.jobs import Job
 from fedheal.core.errors import explain_install
 from fedheal.core.rng import SEED_FIELDS
@@ -140,9 +141,8 @@ class Search:
             if k in Experiment.model_fields.keys() - {"method", "data"}
         ]
         first = max(self.seeds) + 1
-        return shlex.join(
-            ["fedheal", "compare", *methods, "--data", experiment.data, "--seeds", f"{first}-{first + 4}", *words]
-        )
+        seeds = f"{first}-{first + DEFAULT_SEEDS - 1}"
+        return shlex.join(["fedheal", "compare", *methods, "--data", experiment.data, "--seeds", seeds, *words])
 
 
 def search_grid(search: Search, run: Runner, trials: int = 0) -> list[Trial]:
@@ -163,15 +163,15 @@ def search_randomly(search: Search, run: Runner, trials: int, seed: int = 0) -> 
     return search.evaluate([search.point(number) for number in numbers], run)
 
 
-def search_with_optuna(search: Search, run: Runner, trials: int, seed: int = 0) -> Iterator[Trial]:
-    """Try points that Optuna's TPE sampler proposes. The same seed proposes the same points, so a restart resumes."""
+def search_with_optuna(search: Search, run: Runner, trials: int) -> Iterator[Trial]:
+    """Try points that Optuna's TPE sampler proposes. Its seed is fixed, so a restart proposes the same points and resumes."""
     try:
         import optuna
     except ImportError:
         raise ValueError(f"Optuna is not installed: {explain_install('sweep')}") from None
     _check_trials(trials)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
     for _ in range(trials):
         proposal = study.ask()
         # Values by their index in the list: Optuna takes only plain types.
