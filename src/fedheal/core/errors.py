@@ -143,7 +143,7 @@ def suggest(word: str, known: list[str]) -> str:
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
-def shorten_list(items: Sequence[str], separator: str, limit: int = 3) -> str:
+def shorten_list(items: Sequence[str], limit: int = 3, separator: str = ", ") -> str:
     """Join the first items, and say how many more there are."""
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return separator.join(items[:limit]) + more

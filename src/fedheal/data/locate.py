@@ -104,7 +104,7 @@ def _inspect_domain(location: DomainLocation, root: Path, classes: tuple[str, ..
         state, detail = "incomplete", f"the full data set has {spec.train:,} training and {spec.test:,} test images"
     detail = "; ".join(filter(None, (detail, files.note)))
     if files.layout == IMAGE_FOLDERS and not any(path.parent.name in raw.classes for path in files.files):
-        names = shorten_list(raw.classes, ", ")
+        names = shorten_list(raw.classes)
         detail = f"all images are in folders below its classes ({names}): is the path one folder too high?"
     elif bits := _find_unused_bits(raw.train):
         detail = (

@@ -211,7 +211,7 @@ def _note_absent_classes(domains: Sequence[Domain], classes: Sequence[str]) -> l
         for part, labels in (("training", domain.labels), ("test", domain.test.labels)):
             absent = [name for i, name in enumerate(classes) if not bool((labels == i).any())]
             if absent:
-                notes.append(f"{domain.name}: no {part} images of {shorten_list(absent, ', ')}")
+                notes.append(f"{domain.name}: no {part} images of {shorten_list(absent)}")
     return notes
 
 
@@ -233,6 +233,6 @@ def _note_locations(locations: Sequence[DomainLocation], prepared: PreparedData)
         if location.files.note:
             notes.append(f"{name}: {location.files.note}")
         if domain.unreadable:
-            reasons = shorten_list(domain.unreadable, "; ")
+            reasons = shorten_list(domain.unreadable, separator="; ")
             notes.append(f"{name}: {format_count(len(domain.unreadable), 'image')} could not be read: {reasons}")
     return notes

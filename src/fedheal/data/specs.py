@@ -86,7 +86,7 @@ class FolderLayout:
             domain, absent = folders.read_split_lists(name, folder.parent, *lists)
             if absent:
                 are = f"{format_count(len(absent), 'image')} of the split files {'is' if len(absent) == 1 else 'are'}"
-                note = f"{are} not there: {shorten_list([str(image) for image in absent], ', ')}"
+                note = f"{are} not there: {shorten_list([str(image) for image in absent])}"
         else:
             domain = folders.scan_folder(name, folder, self.train_folders)
             if self.split_lists and not folders.find_split_folders(folder, self.train_folders):

@@ -85,7 +85,7 @@ def choose_classes(owned: ClassesByDomain, rule: str, data: str) -> tuple[str, .
     sets = [set(classes) for classes in owned.values()]
     chosen = sorted(set.intersection(*sets) if rule == "intersection" else set.union(*sets))
     if len(chosen) < 2:
-        details = "; ".join(f"{domain} has {shorten_list(classes, ', ')}" for domain, classes in owned.items())
+        details = "; ".join(f"{domain} has {shorten_list(classes)}" for domain, classes in owned.items())
         raise ValueError(
             f"data '{data}': the {rule} of the classes of {', '.join(owned)} has "
             f"{format_count(len(chosen), 'class')}; at least two are needed ({details}): name folders of "
@@ -112,12 +112,12 @@ def note_class_differences(owned: ClassesByDomain, rule: str, limit: int = 10) -
         described.append(f"'{name}' (in {', '.join(domains)}{hint})")
         misspelt += described[-1:] if close else []
     if rule == "union" and misspelt:
-        return f"class names that may be misspelt: {shorten_list(misspelt, ', ', limit)}; rename folders that are"
+        return f"class names that may be misspelt: {shorten_list(misspelt, limit)}; rename folders that are"
     if rule == "union" or not described:
         return ""
     is_one = len(described) == 1
     left_out, it = ("1 class is", "it") if is_one else (f"{len(described)} classes are", "them")
-    names = shorten_list(described, ", ", limit)
+    names = shorten_list(described, limit)
     rename = "rename folders that are misspelt; " if misspelt else ""
     return f"{left_out} left out because not every domain has {it}: {names}; {rename}classes=union keeps {it}"
 

@@ -22,6 +22,7 @@ from flwr.app import Error, Message, Metadata
 from flwr.serverapp import Grid
 from flwr.superlink.grid import InMemoryGrid
 
+from fedheal.core.errors import shorten_list
 from fedheal.federation.reply_limits import MAX_ERROR, MAX_NAME, escape_text, find_bad_name
 from fedheal.flower.messages import CLIENT_INFO
 from fedheal.flower.reply_size import ReplyLimits
@@ -224,8 +225,8 @@ def _list_nodes(nodes: Sequence[int]) -> str:
     >>> _list_nodes([7]), _list_nodes([7, 8]), _list_nodes([1, 2, 3, 4, 5])
     ('does node 7', 'do nodes 7, 8', 'do nodes 1, 2, 3 and 2 more')
     """
-    more = f" and {len(nodes) - MAX_LISTED} more" if len(nodes) > MAX_LISTED else ""
-    return f"{'does node' if len(nodes) == 1 else 'do nodes'} {', '.join(map(str, nodes[:MAX_LISTED]))}{more}"
+    words = shorten_list([str(node) for node in nodes], MAX_LISTED)
+    return f"{'does node' if len(nodes) == 1 else 'do nodes'} {words}"
 
 
 def describe_lost_clients(clients: Iterable[str], connected: Collection[int]) -> str | None:
@@ -239,7 +240,7 @@ def describe_lost_clients(clients: Iterable[str], connected: Collection[int]) ->
     lost = [client for client in known if re.fullmatch(r"node-\d+", client) and int(client[5:]) not in connected]
     if not lost:
         return None
-    shown = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
+    shown = shorten_list(lost, MAX_LISTED)
     effect = "their nodes count as new clients, and this run differs from an uninterrupted one"
     remedy = "let clients send a name or 'partition-id', or give nodes keys"
     return f"{len(lost)} of {len(known)} clients were known by node ids that are gone ({shown}): {effect}; {remedy}"

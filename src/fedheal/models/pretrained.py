@@ -46,9 +46,7 @@ def load_weights(model: nn.Module, values: Mapping[str, Tensor], path: str) -> N
     unknown = [key for key in values if key not in own]
     for problem, keys in (("lacks", missing), ("has values that the model lacks:", unknown)):
         if keys:
-            raise ValueError(
-                f"weights = {path!r}: the file {problem} {shorten_list(keys, ', ')}; is it of another model?"
-            )
+            raise ValueError(f"weights = {path!r}: the file {problem} {shorten_list(keys)}; is it of another model?")
     for key, value in values.items():
         if value.shape != own[key].shape or value.is_floating_point() != own[key].is_floating_point():
             raise ValueError(

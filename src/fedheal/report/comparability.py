@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedheal.aggregate.server_optimizer import SERVERS
+from fedheal.core.errors import shorten_list
 from fedheal.core.rng import SEED_FIELDS, SOURCES
 from fedheal.report.rows import BOUND_SETTINGS, BOUNDS, UNSEEN, Row, collect_data_notes, read_settings
 from fedheal.report.seed_levels import list_fixed_sources
@@ -101,12 +102,18 @@ def list_cautions(rows: Sequence[Row], reference: str | None = None) -> list[str
     discrepancies = find_discrepancies(rows, used_reference)
     cautions = []
     if discrepancies.settings:
-        fields = ", ".join(f"{key} ({_list_some(values)})" for key, values in discrepancies.settings.items())
+        fields = ", ".join(
+            f"{key} ({shorten_list(values, MAX_LISTED)})" for key, values in discrepancies.settings.items()
+        )
         cautions.append(
             f"Settings that differ between runs: {fields}. Differences between rows are not due to the methods alone."
         )
     for name, methods in discrepancies.methods.items():
-        detail = f": {_list_some(methods)}" if len(methods) > 1 else ", although the parameters in its name are equal"
+        detail = (
+            f": {shorten_list(methods, MAX_LISTED)}"
+            if len(methods) > 1
+            else ", although the parameters in its name are equal"
+        )
         cautions.append(
             f"The runs of {name} are not all of the same method{detail}. They are not seeds of one experiment."
         )
@@ -114,7 +121,7 @@ def list_cautions(rows: Sequence[Row], reference: str | None = None) -> list[str
         runs = [f"{row.method} with seed {row.seed} ({row.folder})" for row in discrepancies.other_data]
         cautions.append(
             f"Not on the same data as the run of {used_reference} with the same seed, and therefore not compared with it: "
-            f"{_list_some(runs)}."
+            f"{shorten_list(runs, MAX_LISTED)}."
         )
     cautions += list_fixed_sources(rows)
     for summary in (summary for row in rows for summary in row.summaries):
@@ -137,7 +144,11 @@ def annotate_rows(rows: Sequence[Row], reference: str) -> list[list[str]]:
         runs = [(row, *read_settings(summary)) for summary in row.summaries]
         notes = collect_data_notes(row.summaries)
         values = {key: _list_values(key, runs) for key in discrepancies.settings}
-        notes += [f"{key} = {_list_some(v)}, which is not the same in all runs" for key, v in values.items() if v]
+        notes += [
+            f"{key} = {shorten_list(v, MAX_LISTED)}, which is not the same in all runs"
+            for key, v in values.items()
+            if v
+        ]
         if row.method in discrepancies.methods:
             notes.append(f"not all runs of {row.method} are of the same method")
         if row in discrepancies.other_data:
@@ -173,8 +184,3 @@ def format_setting(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return (", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)) or "none"
-
-
-def _list_some(words: Sequence[str]) -> str:
-    more = f" and {len(words) - MAX_LISTED} more" if len(words) > MAX_LISTED else ""
-    return ", ".join(words[:MAX_LISTED]) + more

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedheal.core.errors import shorten_list
 from fedheal.core.metrics import count_averaged
 from fedheal.report.plain_text import escape_controls
 from fedheal.runs.folder import read_rounds
@@ -61,5 +62,4 @@ def note_stale_accuracies(last_rounds: Mapping[str, int]) -> str:
 
 def _list_some(remarks: Mapping[str, str]) -> str:
     words = [f"{escape_controls(name)} ({remark})" for name, remark in remarks.items()]
-    more = f" and {len(words) - MAX_LISTED} more" if len(words) > MAX_LISTED else ""
-    return ", ".join(words[:MAX_LISTED]) + more
+    return shorten_list(words, MAX_LISTED)

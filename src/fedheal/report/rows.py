@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedheal.core.atomic_files import write_if_changed
+from fedheal.core.errors import shorten_list
 from fedheal.core.metrics import fairness
 from fedheal.core.rng import SEED_FIELDS
 from fedheal.report.last_rounds import list_round_notes
@@ -126,8 +127,7 @@ def _suggest_folder(path: Path) -> str:
     )  # no deeper: it may be /
     others = sorted({str(path.parent / file.relative_to(path.parent).parts[0]) for file in files})
     if others:
-        more = f" and {len(others) - MAX_SUGGESTED} more" if len(others) > MAX_SUGGESTED else ""
-        return f"folders with finished runs are {', '.join(others[:MAX_SUGGESTED])}{more}"
+        return f"folders with finished runs are {shorten_list(others, MAX_SUGGESTED)}"
     return "name a folder that fedheal run, compare, sweep or demo has written to, such as runs/demo"
 
 
