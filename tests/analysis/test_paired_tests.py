@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -446,21 +447,13 @@ def test_verdict_counts_left_out_seeds_and_small_p() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 30, 500])
-def test_accuracy_interval_is_wilsons(n: int) -> None:
+def test_a_sampling_error_is_taken_at_the_centre_of_wilsons_interval(n: int) -> None:
     for right in {0, 1, n // 2, n}:
-        actual = standard_error.accuracy_error(100 * right / n, n)
-        expected = stats.binomtest(right, n).proportion_ci(method="wilson")
-        assert actual[1:] == pytest.approx((100 * expected.low, 100 * expected.high))
-        assert actual.se > 0
-
-
-def test_wilson_covers_thirty_images() -> None:
-    n, right, true = 30, np.arange(31), np.linspace(0.1, 0.9, 401)
-    ends = np.array([standard_error.accuracy_error(100 * k / n, n)[1:] for k in right]) / 100
-    inside = (ends[:, :1] <= true) & (true <= ends[:, 1:])
-    covered = (stats.binom.pmf(right[:, None], n, true) * inside).sum(0)  # exact, no simulation
-    assert covered.mean() >= 0.95
-    assert covered.min() >= 0.92  # right counts are whole numbers: it swings around 95 %
+        interval = stats.binomtest(right, n).proportion_ci(method="wilson")
+        centre = (interval.low + interval.high) / 2
+        expected = 100 * math.sqrt(centre * (1 - centre) / n)
+        assert float(standard_error.sampling_error(100 * right / n, n)) == pytest.approx(expected)
+    assert float(standard_error.sampling_error(50.0, 0)) == 0
 
 
 def test_note_names_small_test_sets_only() -> None:
@@ -474,9 +467,3 @@ def test_note_names_small_test_sets_only() -> None:
         standard_error.note_on_test_sets({"b": 50.0}, {"a": 3})
     with pytest.raises(ValueError, match="no domains"):
         standard_error.note_on_test_sets({}, {})
-
-
-def test_accuracies_that_are_none_are_refused() -> None:
-    for accuracy, n in ((101.0, 30), (-1.0, 30), (50.0, 0)):
-        with pytest.raises(ValueError, match="is not an accuracy"):
-            standard_error.accuracy_error(accuracy, n)

@@ -6,47 +6,27 @@ leave the test images' part as it is.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from statistics import NormalDist
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-Floats = NDArray[np.float64]
+from fedheal.core.arrays import Floats
+
+LARGE_ERROR = 2.0  # points
 Z2 = NormalDist().inv_cdf(0.975) ** 2
 
 
-class AccuracyError(NamedTuple):
-    """The standard error of an accuracy and the ends of its 95 % interval."""
-
-    se: float
-    low: float
-    high: float
-
-
-def accuracy_error(accuracy_percent: float, n_examples: int) -> AccuracyError:
-    """Return the sampling error of an accuracy, by Wilson's interval.
-
-    The standard error is taken at the interval's centre, since 30 right of 30 is not an error of 0. An accuracy may be a mean
-    over rounds: the rounds share the test images, so its error is that of one round.
-
-    >>> [round(value, 1) for value in accuracy_error(80.0, 30)]
-    [7.7, 62.7, 90.5]
-    >>> [round(value, 1) for value in accuracy_error(100.0, 30)]
-    [4.2, 88.6, 100.0]
-    """
-    if n_examples < 1 or not 0 <= accuracy_percent <= 100:
-        raise ValueError(f"{accuracy_percent} % of {n_examples} examples is not an accuracy")
-    p, centre = accuracy_percent / 100, float(_find_centre(accuracy_percent, n_examples)) / 100
-    half = math.sqrt(Z2 * (p * (1 - p) / n_examples + Z2 / (4 * n_examples**2))) / (1 + Z2 / n_examples)
-    se = float(sampling_error(accuracy_percent, n_examples))
-    return AccuracyError(se, 100 * max(0.0, centre - half), 100 * min(1.0, centre + half))
-
-
 def sampling_error(accuracy: ArrayLike, n_examples: float) -> Floats:
-    """Return the standard errors of accuracies on one test set, as `accuracy_error` does; 0 if its size is not known."""
+    """Return the standard errors of accuracies in percent on one test set; 0 if its size is not known.
+
+    They are taken at the centre of Wilson's interval, since 30 right of 30 is not an error of 0. An accuracy may be a mean over
+    rounds. The rounds share the test images, so its error is that of one round.
+
+    >>> sampling_error([80.0, 100.0], 30).round(1).tolist()
+    [7.7, 4.2]
+    """
     x = np.asarray(accuracy, np.float64)
     if n_examples < 1:
         return np.zeros_like(x)
@@ -77,8 +57,8 @@ def fairness_errors(accuracy: Floats, errors: Floats) -> dict[str, Floats]:
     return {"avg": np.sqrt(np.square(errors).sum(axis=0)) / len(errors), "std": std, "worst": worst}
 
 
-def note_on_test_sets(accuracies: Mapping[str, float], sizes: Mapping[str, int], limit: float = 2.0) -> str:
-    """Name the domains with a test set so small that one standard error of the accuracy exceeds `limit` points.
+def note_on_test_sets(accuracies: Mapping[str, float], sizes: Mapping[str, int]) -> str:
+    """Name the domains with a test set so small that one standard error of the accuracy exceeds 2 points.
 
     >>> print(note_on_test_sets({"dslr": 80.0, "amazon": 75.0}, {"dslr": 30, "amazon": 10_000}))
     One standard error of the accuracy exceeds 2 points in dslr (30 images: one image is 3.33 points, standard error up to
@@ -89,15 +69,15 @@ def note_on_test_sets(accuracies: Mapping[str, float], sizes: Mapping[str, int],
     missing = [domain for domain in accuracies if domain not in sizes]
     if missing or not accuracies:
         raise ValueError(f"sizes are missing for: {', '.join(missing)}" if missing else "no domains")
-    errors = {domain: accuracy_error(accuracy, sizes[domain]).se for domain, accuracy in accuracies.items()}
+    errors = {domain: float(sampling_error(accuracy, sizes[domain])) for domain, accuracy in accuracies.items()}
     small = [
         f"{domain} ({sizes[domain]} images: one image is {100 / sizes[domain]:.2f} points, standard error up to {se:.2f})"
         for domain, se in errors.items()
-        if se > limit
+        if se > LARGE_ERROR
     ]
     if not small:
         return f"One standard error of the accuracy is at most {max(errors.values()):.2f} points in every domain."
     return (
-        f"One standard error of the accuracy exceeds {limit:g} points in {', '.join(small)}; more seeds do not shrink it where "
-        "they share the test images."
+        f"One standard error of the accuracy exceeds {LARGE_ERROR:g} points in {', '.join(small)}; more seeds do not "
+        "shrink it where they share the test images."
     )
