@@ -13,11 +13,8 @@ import numpy as np
 from fedheal.aggregate.draft import Draft
 from fedheal.aggregate.stage import Stage
 from fedheal.core.arrays import Integers
-from fedheal.core.layout import Layout
-from fedheal.core.parameter import declare_parameters
+from fedheal.core.layout import MEAN, VARIANCE, Layout
 from fedheal.core.state import State, expect
-
-MEAN, VARIANCE = "running_mean", "running_var"
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,6 @@ class RunningState(State, kind="running"):
     variances: Integers
 
 
-@declare_parameters()
 def total_variance() -> Stage:
     """Average running variances by the law of total variance: the variance of the clients' means counts too."""
 

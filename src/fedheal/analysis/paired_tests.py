@@ -25,13 +25,13 @@ from typing import TypeVar
 
 import numpy as np
 import scipy
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from fedheal.core.arrays import Floats
 from fedheal.core.metrics import fairness
 
 __all__ = ["Comparison", "compare_all", "compare_pair", "seeds_needed", "verdict"]
 
-Floats = NDArray[np.float64]
 Seed = TypeVar("Seed", bound=Hashable)
 
 LEVEL = 0.95  # of intervals

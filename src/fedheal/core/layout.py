@@ -24,6 +24,8 @@ Kind = Literal["param", "buffer", "counter"]
 KINDS: tuple[Kind, ...] = ("param", "buffer", "counter")
 ALIGNED = 16  # entries: rows that start at such a multiple are read fastest on a GPU
 
+MEAN, VARIANCE = "running_mean", "running_var"  # as torch's BatchNorm calls its buffers
+
 
 @dataclass(frozen=True)
 class Packed:

@@ -28,14 +28,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import scipy
 import torch
 
+from fedheal.core.arrays import Floats, Integers
 from fedheal.core.rng import derive
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 MIN_SAMPLES = 10  # of a client under quantity skew, as in Li et al. 2022
 
 
@@ -97,8 +95,8 @@ def partition_samples(
 
 
 def _assign_domain(
-    domain: str, order: Ints, labels: Ints | None, numbers: list[int], seed: int, skew: Skew, validation: float
-) -> list[Ints]:
+    domain: str, order: Integers, labels: Integers | None, numbers: list[int], seed: int, skew: Skew, validation: float
+) -> list[Integers]:
     """Return the samples of each client of a domain; `numbers` says how many each is to hold."""
     if skew.quantity is not None:
         numbers = draw_sizes(numbers, skew.quantity, seed, domain)
@@ -122,7 +120,7 @@ def _get_count(counts: Mapping[str, int], domain: str, what: str) -> int:
     return counts[domain]
 
 
-def _shuffle(size: int, domain: str, seed: int) -> Ints:
+def _shuffle(size: int, domain: str, seed: int) -> Integers:
     """Return a permutation of range(size) by sorting raw PCG64 output, a stream that numpy keeps fixed."""
     digest = hashlib.sha256(f"partition/{domain}".encode()).digest()
     words = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 32, 4)]
@@ -140,8 +138,8 @@ def draw_sizes(numbers: list[int], alpha: float, seed: int, domain: str) -> list
 
 
 def assign_by_dirichlet(
-    order: Ints, labels: Ints, numbers: list[int], alpha: float, seed: int, domain: str
-) -> list[Ints]:
+    order: Integers, labels: Integers, numbers: list[int], alpha: float, seed: int, domain: str
+) -> list[Integers]:
     """Return each client's samples, taken class by class from `order`, the shuffled positions of the domain."""
     classes = int(labels.max()) + 1
     left = [list(order[labels[order] == c]) for c in range(classes)]
@@ -156,8 +154,8 @@ def assign_by_dirichlet(
 
 
 def assign_few_classes(
-    order: Ints, labels: Ints, numbers: list[int], per_client: int, seed: int, domain: str
-) -> list[Ints]:
+    order: Integers, labels: Integers, numbers: list[int], per_client: int, seed: int, domain: str
+) -> list[Integers]:
     """Return each client's samples, which are of `per_client` classes."""
     present = np.unique(labels)
     if per_client > len(present):
@@ -187,8 +185,8 @@ def assign_few_classes(
 
 
 def assign_with_class_filling(
-    order: Ints, labels: Ints, clients: int, each: int, held_out: int, seed: int, domain: str
-) -> list[Ints]:
+    order: Integers, labels: Integers, clients: int, each: int, held_out: int, seed: int, domain: str
+) -> list[Integers]:
     """Return each client's samples, the last `held_out` for validation and every class among the others, if they allow it."""
     validation = order[: clients * each].reshape(clients, each)[:, each - held_out :]
     is_free = ~np.isin(np.arange(len(labels)), validation)
@@ -222,7 +220,7 @@ def _draw_shares(uniform: Floats, alpha: float) -> Floats:
     return shares
 
 
-def _round_shares(shares: Floats, number: int, left: Ints) -> Ints:
+def _round_shares(shares: Floats, number: int, left: Integers) -> Integers:
     """Return integers in these proportions that sum to `number`, none above what is left."""
     counts = np.zeros(len(left), dtype=np.int64)
     while (missing := number - int(counts.sum())) > 0:

@@ -9,14 +9,12 @@ import torch
 from numpy.typing import NDArray
 
 from fedheal.aggregate.validate import POSITIVE
-from fedheal.core.layout import Entry, Layout, Packed
+from fedheal.core.layout import VARIANCE, Entry, Layout, Packed
 from fedheal.federation.model_arrays import widen_bfloat16
 from fedheal.federation.replies import RejectedReply, TrainReply
-from fedheal.federation.reply_limits import EXTRA_FACTOR, MAX_BUFFER, find_counter_jump, find_far_norms
+from fedheal.federation.reply_limits import EXTRA_FACTOR, MAX_BUFFER, find_counter_jump, find_far_norms, measure_norm
 from fedheal.federation.reply_updates import view_flat
 from fedheal.local.term import Arrays
-
-VARIANCE = "running_var"  # as torch's BatchNorm calls it
 
 
 def check_extras(reply: TrainReply, layout: Layout, model: Packed) -> None:
@@ -108,4 +106,4 @@ def find_far_metrics(name: str, values: Mapping[str, float]) -> dict[str, str]:
 def _measure_messages(groups: Sequence[Arrays]) -> float:
     tensors = (tensor for group in groups for tensor in group.values())
     floats = (tensor if tensor.is_floating_point() else tensor.abs().double() for tensor in tensors)  # ids are integers
-    return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in floats))
+    return math.hypot(*map(measure_norm, floats))

@@ -31,12 +31,11 @@ from fedheal.aggregate.fedheal_stages import BETA, TAU, fael_weights
 from fedheal.aggregate.stage import Stage
 from fedheal.core.arrays import Floats
 from fedheal.core.checks import check_among
-from fedheal.core.layout import Layout, Packed
+from fedheal.core.layout import VARIANCE, Layout, Packed
 from fedheal.core.parameter import Parameter
 from fedheal.core.state import Nothing, State
 from fedheal.core.updates import Updates
 from fedheal.federation.cohort import Cohort
-from fedheal.federation.extra_checks import VARIANCE
 from fedheal.flower.node_registry import ReceivedReply
 from fedheal.flower.presets import check_preset_arguments
 from fedheal.flower.reply_reader import read_train_reply

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedheal.analysis.standard_error import sampling_error
+from fedheal.core.arrays import Floats
 from fedheal.core.deprecated_paths import warn_of_renames
 from fedheal.core.errors import format_count
 from fedheal.core.metrics import count_averaged
@@ -26,7 +27,7 @@ from fedheal.report.figures import PAGE, add_legend, label_rounds
 from fedheal.report.last_rounds import note_stale_accuracies
 from fedheal.report.plain_text import escape_controls
 from fedheal.report.rows import check_runs_exist
-from fedheal.report.series import Floats, mean_ignoring_nan, read_complete_rounds
+from fedheal.report.series import mean_ignoring_nan, read_complete_rounds
 from fedheal.runs.folder import read_result
 from fedheal.runs.schema import RoundRecord
 

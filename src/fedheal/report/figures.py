@@ -14,12 +14,13 @@ import numpy as np
 
 from fedheal.analysis.domain_changes import is_supported
 from fedheal.analysis.paired_tests import HIGHER_IS_BETTER
+from fedheal.core.clock import PHASES
 from fedheal.report import palette
 from fedheal.report.comparability import check_reference, choose_reference
 from fedheal.report.conclusions import ALPHA, METRICS, Findings, analyse_rows
 from fedheal.report.figure_text import PLAIN_TEXT, escape_figure, find_figure_families, measure_name, shorten_name
 from fedheal.report.rows import BOUNDS, Row, group_by_data
-from fedheal.report.series import PHASES, Series, build_series, find_pareto_front
+from fedheal.report.series import Series, build_series, find_pareto_front
 from fedheal.report.tables import ResultTable, build_tables
 from fedheal.runs.folder import make_folder, write_bytes
 
@@ -256,7 +257,7 @@ def draw_time(data: FigureData) -> Figure | None:
     figure, (axes,) = make_panels(1, 1, COLUMN, 0.8 + 0.17 * len(drawable))
     methods = [series.method for series in drawable]
     left = np.zeros(len(drawable))
-    for phase, colour in zip(PHASES, palette.PHASES, strict=True):
+    for phase, colour in zip(PHASES, palette.PHASE_COLOURS, strict=True):
         seconds = np.array([series.seconds.get(phase, 0.0) for series in drawable])
         axes.barh(range(len(methods)), seconds, 0.65, left=left, color=colour, label=phase)
         left += seconds

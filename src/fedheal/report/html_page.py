@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 
 from fedheal.analysis.domain_changes import is_supported
+from fedheal.core.arrays import Floats
 from fedheal.report import conclusions, palette, tables, variance_table
 from fedheal.report.class_table import build_domain_tables
 from fedheal.report.comparability import check_reference, compare_settings, format_setting, list_cautions
 from fedheal.report.rows import BOUNDS, FAIRNESS_COLUMNS, Row, collect_data_notes, group_by_data
-from fedheal.report.series import Floats, Series, build_series, find_pareto_front, pick_evenly
+from fedheal.report.series import Series, build_series, find_pareto_front, pick_evenly
 from fedheal.version import __version__
 
 MAX_ROUNDS = 200  # points of a curve
@@ -55,7 +56,7 @@ def render_page(
     environment = Environment(loader=FunctionLoader(_read_asset), undefined=StrictUndefined, **options)
     environment.filters["breakable"] = _make_breakable
     colours: dict[str, tuple[str, ...]] = {"domains": palette.DOMAINS, "domainsDark": palette.DOMAINS_DARK}
-    colours |= {"phases": palette.PHASES, "phasesDark": palette.PHASES_DARK}
+    colours |= {"phases": palette.PHASE_COLOURS, "phasesDark": palette.PHASE_COLOURS_DARK}
     numbers = {"sets": [data_set["figures"] for data_set in sets], "palette": colours}
     return environment.get_template("page.html").render(
         title=title or "How evenly are the domains served?",

@@ -15,8 +15,8 @@ METHODS = ("#332288", "#CC6677", "#117733", "#88CCEE", "#AA4499", "#999933", "#8
 METHODS_DARK = (
     "#A7A1E8", "#F29BA8", "#6CC788", "#A6DDF5", "#DB8ED0", "#CFCF6A", "#D987A8", "#7FD6C8", "#F0CB6E", "#B8B8B8"
 )  # fmt: skip
-PHASES = (METHODS[3], METHODS[1], METHODS[5])  # of a round
-PHASES_DARK = (METHODS_DARK[3], METHODS_DARK[1], METHODS_DARK[5])
+PHASE_COLOURS = (METHODS[3], METHODS[1], METHODS[5])  # of a round
+PHASE_COLOURS_DARK = (METHODS_DARK[3], METHODS_DARK[1], METHODS_DARK[5])
 # These have a colour each, circles and solid lines. Any other name has a colour by its checksum, and never both of these.
 KNOWN = ("fedavg", "uniform", "fedheal", "afl", "qffl", "fedprox", "scaffold", "moon", "feddyn", "fedfv")
 MARKERS = ("o", "s", "D", "^", "v")  # matplotlib's

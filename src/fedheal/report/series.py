@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedheal.analysis.standard_error import fairness_errors, mean_error, sampling_error
+from fedheal.core.arrays import Floats
+from fedheal.core.clock import PHASES
 from fedheal.core.metrics import fairness
 from fedheal.report.comparability import list_methods
 from fedheal.report.rows import FAIRNESS_COLUMNS, UNSEEN, Row, rename_domain
@@ -19,9 +20,7 @@ from fedheal.report.seed_levels import count_independent
 from fedheal.runs.folder import find_damaged_line, read_result, read_rounds
 from fedheal.runs.schema import RoundRecord
 
-Floats = NDArray[np.float64]
 Rounds = Sequence[RoundRecord]  # of one run
-PHASES = ("train", "aggregate", "evaluate")
 
 
 @dataclass(frozen=True)

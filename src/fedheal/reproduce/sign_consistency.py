@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fedheal.core.arrays import Floats
 from fedheal.report import palette
 from fedheal.report.figures import PAGE
 from fedheal.runs.folder import read_result, read_rounds
@@ -17,7 +17,6 @@ from fedheal.runs.folder import read_result, read_rounds
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Floats = NDArray[np.float64]
 MOST = 0.9  # of the rounds
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fedheal.core.clock import PHASES
 from fedheal.core.metrics import count_averaged, fairness, last_mean
 from fedheal.runs.schema import SCHEMA_VERSION, RoundRecord, RunResult
-
-PHASES = ("train", "aggregate", "evaluate")
 
 
 def summarise_run(history: Sequence[RoundRecord], *, sort_names: bool = False, **facts: Any) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from importlib import resources
 import numpy as np
 import torch
 
+from fedheal.core.arrays import Integers
 from fedheal.data.domains import Domain, Domains, Split, fingerprint
 from fedheal.data.embedded import scenes
-from fedheal.data.embedded.stable_random import Ints, draw_integers
+from fedheal.data.embedded.stable_random import draw_integers
 
 TRAIN_SIZE = {"print": 1500, "street": 1500, "display": 400}
 TEST_SIZE = 500
@@ -60,13 +61,13 @@ def draw_embedded() -> Domains:
     )
 
 
-def _make_split(images: Ints, labels: Ints) -> Split:
+def _make_split(images: Integers, labels: Integers) -> Split:
     return Split(torch.from_numpy(np.clip(images, 0, 255).astype(np.uint8)), torch.from_numpy(labels.astype(np.int64)))
 
 
-def _load_glyphs(part: str) -> Ints:
+def _load_glyphs(part: str) -> Integers:
     with resources.files("fedheal.data.embedded").joinpath("glyphs.npz").open("rb") as file, np.load(file) as atlas:
-        glyphs: Ints = atlas[part].astype(np.int64)
+        glyphs: Integers = atlas[part].astype(np.int64)
     return glyphs
 
 
@@ -79,7 +80,7 @@ def _draw_handwritten() -> Domain:
     return Domain("handwritten", _make_split(images[:cut], labels[:cut]), _make_split(images[cut:], labels[cut:]))
 
 
-def _draw_domain(name: str, draw: Callable[[Ints, str, str], Ints]) -> Domain:
+def _draw_domain(name: str, draw: Callable[[Integers, str, str], Integers]) -> Domain:
     """Draw a domain by a function of labels, part and name, with equally frequent classes in an order set by the name."""
 
     def draw_split(part: str, size: int) -> Split:

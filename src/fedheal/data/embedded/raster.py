@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedheal.data.embedded.stable_random import Ints
+from fedheal.core.arrays import Integers
 
 ONE = 256
 
 
-def make_pixel_grid(size: int) -> tuple[Ints, Ints]:
+def make_pixel_grid(size: int) -> tuple[Integers, Integers]:
     """Return the coordinates x and y of all pixels, each [1, size, size]."""
     line = (2 * np.arange(size, dtype=np.int64) - (size - 1)) * (ONE // 2)
     x, y = np.meshgrid(line, line)
     return x[None], y[None]
 
 
-def rotate(x: Ints, y: Ints, sine: Ints) -> tuple[Ints, Ints]:
+def rotate(x: Integers, y: Integers, sine: Integers) -> tuple[Integers, Integers]:
     """Rotate by small angles whose sines are sine / ONE (second-order cosine, so no trigonometry is needed)."""
     cosine = ONE - sine * sine // (2 * ONE)
     return (cosine * x - sine * y) // ONE, (sine * x + cosine * y) // ONE
 
 
-def sample_bilinear(images: Ints, x: Ints, y: Ints) -> Ints:
+def sample_bilinear(images: Integers, x: Integers, y: Integers) -> Integers:
     """Interpolate each image bilinearly at its points x, y; black outside."""
     n, height, width = images.shape
     padded = np.pad(images, ((0, 0), (1, 1), (1, 1)))
@@ -38,24 +38,24 @@ def sample_bilinear(images: Ints, x: Ints, y: Ints) -> Ints:
     below = above + width + 2
     top = padded.take(above) * (ONE - right) + padded.take(above + 1) * right
     bottom = padded.take(below) * (ONE - right) + padded.take(below + 1) * right
-    value: Ints = (top * (ONE - down) + bottom * down + ONE * ONE // 2) // (ONE * ONE)
+    value: Integers = (top * (ONE - down) + bottom * down + ONE * ONE // 2) // (ONE * ONE)
     return value
 
 
-def blur(images: Ints) -> Ints:
+def blur(images: Integers) -> Integers:
     """Apply the 3 x 3 binomial filter with repeated edges over the last two axes."""
-    p: Ints = np.pad(images, [(0, 0)] * (images.ndim - 2) + [(1, 1), (1, 1)], mode="edge")
-    rows: Ints = p[..., :-2, :] + 2 * p[..., 1:-1, :] + p[..., 2:, :]
+    p: Integers = np.pad(images, [(0, 0)] * (images.ndim - 2) + [(1, 1), (1, 1)], mode="edge")
+    rows: Integers = p[..., :-2, :] + 2 * p[..., 1:-1, :] + p[..., 2:, :]
     return (rows[..., :-2] + 2 * rows[..., 1:-1] + rows[..., 2:] + 8) // 16
 
 
-def shrink(images: Ints, factor: int) -> Ints:
+def shrink(images: Integers, factor: int) -> Integers:
     """Average squares of factor x factor pixels."""
     n, height, width = images.shape
-    total: Ints = images.reshape(n, height // factor, factor, width // factor, factor).sum(axis=(2, 4))
+    total: Integers = images.reshape(n, height // factor, factor, width // factor, factor).sum(axis=(2, 4))
     return (total + factor * factor // 2) // (factor * factor)
 
 
-def blend(below: Ints, above: Ints, opacity: Ints) -> Ints:
+def blend(below: Integers, above: Integers, opacity: Integers) -> Integers:
     """Blend `above` over `below` with an opacity from 0 to 255."""
     return (below * (255 - opacity) + above * opacity + 127) // 255

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from fedheal.core.arrays import Integers
 from fedheal.data.embedded.raster import ONE, blend, blur, make_pixel_grid, rotate, sample_bilinear, shrink
-from fedheal.data.embedded.stable_random import Ints, draw_integers
+from fedheal.data.embedded.stable_random import draw_integers
 
 SIZE = 32
 Range = tuple[int, int]  # to draw from for every image
@@ -19,13 +20,13 @@ _LIT = "1111110 0110000 1101101 1111001 0110011 1011011 1011111 1110000 1111111 
 SEGMENTS = np.array([[int(lit) for lit in digit] for digit in _LIT.split()], dtype=np.int64)
 
 
-def draw_handwritten(pixels: Ints) -> Ints:
+def draw_handwritten(pixels: Integers) -> Integers:
     """Enlarge 8 x 8 pen images with values 0..16 to 32 x 32: light ink on black, grey as RGB."""
     x, y = make_pixel_grid(SIZE)
     return np.repeat(sample_bilinear(np.minimum(255, pixels * 16), x // 4, y // 4)[:, None], 3, axis=1)
 
 
-def draw_print(labels: Ints, glyphs: Ints, name: str) -> Ints:
+def draw_print(labels: Integers, glyphs: Integers, name: str) -> Integers:
     """Draw dark ink on paper: one digit per image, slightly moved, scaled and of varying weight."""
     n = len(labels)
     font = draw_integers(f"{name}/font", 0, len(glyphs) - 1, n)
@@ -37,7 +38,7 @@ def draw_print(labels: Ints, glyphs: Ints, name: str) -> Ints:
     return blend(paper, pen, ink)[:, None] + _draw_noise(name, n, 6)
 
 
-def draw_street(labels: Ints, glyphs: Ints, name: str) -> Ints:
+def draw_street(labels: Integers, glyphs: Integers, name: str) -> Integers:
     """Draw house numbers: two colours, neighbours cut off at the sides, perspective, clutter, blur and noise."""
     n = len(labels)
     font = draw_integers(f"{name}/font", 0, len(glyphs) - 1, n)
@@ -55,7 +56,7 @@ def draw_street(labels: Ints, glyphs: Ints, name: str) -> Ints:
     return blend(image, blur(blur(image)), focus) + _draw_noise(name, n, 24)
 
 
-def draw_display(labels: Ints, half_thickness: Range, slant: Range, name: str) -> Ints:
+def draw_display(labels: Integers, half_thickness: Range, slant: Range, name: str) -> Integers:
     """Draw seven-segment displays whose unlit segments show. Half thickness is in 1/512 pixel, slant a tangent in 1/256."""
     n = len(labels)
     x, y = rotate(*make_pixel_grid(2 * SIZE), draw_integers(f"{name}/slope", -8, 8, n, 1, 1))
@@ -75,11 +76,11 @@ def draw_display(labels: Ints, half_thickness: Range, slant: Range, name: str) -
     return blur(image) + _draw_glare(name, n)[:, None] + _draw_noise(name, n, 32)
 
 
-def _draw_noise(name: str, n: int, amount: int) -> Ints:
+def _draw_noise(name: str, n: int, amount: int) -> Integers:
     return draw_integers(f"{name}/grain", -amount, amount, n, 3, SIZE, SIZE)
 
 
-def _place_glyphs(name: str, n: int, *, zoom: Range, slope: int) -> tuple[Ints, Ints]:
+def _place_glyphs(name: str, n: int, *, zoom: Range, slope: int) -> tuple[Integers, Integers]:
     """Return the glyph coordinates of each pixel: moved by up to 3 pixels, rotated, and scaled by ONE / zoom."""
     x, y = make_pixel_grid(SIZE)
     x = x + draw_integers(f"{name}/x", -3 * ONE, 3 * ONE, n, 1, 1)
@@ -90,20 +91,20 @@ def _place_glyphs(name: str, n: int, *, zoom: Range, slope: int) -> tuple[Ints, 
     return x * width // ONE, y * height // ONE
 
 
-def _tilt(x: Ints, y: Ints, name: str) -> tuple[Ints, Ints]:
+def _tilt(x: Integers, y: Integers, name: str) -> tuple[Integers, Integers]:
     """Divide by 1 + g x + h y with small g and h: one side of the sign is nearer than the other."""
     g, h = (draw_integers(f"{name}/tilt-{axis}", -3, 3, len(x), 1, 1) for axis in "xy")
     depth = np.maximum(256 * ONE + g * x + h * y, 64 * ONE)
     return x * 256 * ONE // depth, y * 256 * ONE // depth
 
 
-def _set_stroke_weight(ink: Ints, threshold: Ints) -> Ints:
+def _set_stroke_weight(ink: Integers, threshold: Integers) -> Integers:
     """Steepen soft ink around a threshold: a low one gives a bold stroke, a high one a fine stroke."""
-    steep: Ints = np.clip((ink - threshold) * 3, 0, 255)
+    steep: Integers = np.clip((ink - threshold) * 3, 0, 255)
     return steep
 
 
-def _draw_two_colours(name: str, n: int) -> tuple[Ints, Ints]:
+def _draw_two_colours(name: str, n: int) -> tuple[Integers, Integers]:
     """Return wall and paint [n, 3, 1, 1]; their brightness differs by at least 70 before tinting."""
     bright, dark = draw_integers(f"{name}/bright", 130, 220, n, 1), draw_integers(f"{name}/dark", 30, 60, n, 1)
     swap = draw_integers(f"{name}/swap", 0, 1, n, 1) == 1
@@ -112,11 +113,11 @@ def _draw_two_colours(name: str, n: int) -> tuple[Ints, Ints]:
     return np.clip(wall, 0, 255)[:, :, None, None], np.clip(paint, 0, 255)[:, :, None, None]
 
 
-def _draw_clutter(name: str, n: int) -> Ints:
+def _draw_clutter(name: str, n: int) -> Integers:
     """Return changes of the wall's brightness: darker to one side, and three bars (joints, frames, shadows)."""
     x, y = make_pixel_grid(SIZE)
     g, h = (draw_integers(f"{name}/fall-{axis}", -2, 2, n, 1, 1) for axis in "xy")
-    clutter: Ints = (g * x + h * y) // (2 * ONE)
+    clutter: Integers = (g * x + h * y) // (2 * ONE)
     for k in range(3):
         lean = draw_integers(f"{name}/bar{k}-lean", -60, 60, n, 1, 1)
         upright = draw_integers(f"{name}/bar{k}-upright", 0, 1, n, 1, 1)
@@ -128,7 +129,7 @@ def _draw_clutter(name: str, n: int) -> Ints:
     return clutter
 
 
-def _draw_segments(x: Ints, y: Ints, half_thickness: Range, name: str) -> Ints:
+def _draw_segments(x: Integers, y: Integers, half_thickness: Range, name: str) -> Integers:
     """Return the seven segments, 0 or 255, as [n, 7, H, W]: bars with pointed ends, in double resolution."""
     n = len(x)
     wide = draw_integers(f"{name}/wide", 9 * ONE, 13 * ONE, n, 1, 1)  # half the digit's width
@@ -142,10 +143,10 @@ def _draw_segments(x: Ints, y: Ints, half_thickness: Range, name: str) -> Ints:
     return np.stack(bars, axis=1).astype(np.int64) * 255
 
 
-def _draw_glare(name: str, n: int) -> Ints:
+def _draw_glare(name: str, n: int) -> Integers:
     """Return a soft bright streak across the glass."""
     x, y = make_pixel_grid(SIZE)
     lean = draw_integers(f"{name}/glare-lean", -200, 200, n, 1, 1)
     place = draw_integers(f"{name}/glare-place", -16 * ONE, 16 * ONE, n, 1, 1)
-    streak: Ints = np.maximum(0, 40 - 6 * (np.abs(x + lean * y // ONE - place) // ONE))
+    streak: Integers = np.maximum(0, 40 - 6 * (np.abs(x + lean * y // ONE - place) // ONE))
     return streak

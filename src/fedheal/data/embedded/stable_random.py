@@ -12,7 +12,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+from fedheal.core.arrays import Integers
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -27,7 +27,7 @@ def splitmix64(seed: int, count: int) -> npt.NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def draw_integers(name: str, low: int, high: int, *shape: int) -> Ints:
+def draw_integers(name: str, low: int, high: int, *shape: int) -> Integers:
     """Return integers of that shape, uniform over low <= i <= high and determined by `name`."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     bits = (splitmix64(seed, math.prod(shape)) >> np.uint64(1)).astype(np.int64)
