@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedheal.data.augment import AUGMENTATIONS, PAD, apply_choices, draw_choices, normalise_images
+from fedheal.data.augment import PAD, apply_choices, draw_choices, normalise_images
 
 
 def make_images(number: int = 20, height: int = 32, width: int = 32) -> Tensor:
@@ -87,7 +87,7 @@ def test_none_changes_nothing_and_draws_nothing() -> None:
     assert torch.equal(generator.get_state(), make_generator().get_state())
 
 
-@pytest.mark.parametrize("how", AUGMENTATIONS)
+@pytest.mark.parametrize("how", ["none", "crop", "flip", "crop-flip"])
 def test_the_generator_alone_decides_and_inputs_stay(how: str) -> None:
     before = make_images()
     copies = before.clone()
@@ -98,7 +98,7 @@ def test_the_generator_alone_decides_and_inputs_stay(how: str) -> None:
     assert torch.equal(before, copies)
 
 
-@pytest.mark.parametrize("how", AUGMENTATIONS)
+@pytest.mark.parametrize("how", ["none", "crop", "flip", "crop-flip"])
 def test_no_images_are_no_trouble(how: str) -> None:
     assert augment(make_images(0), how, make_generator()).shape == (0, 3, 32, 32)
 

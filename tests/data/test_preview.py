@@ -118,7 +118,7 @@ def test_characters_that_no_font_has_are_escaped(number, monkeypatch):
 def test_a_font_that_has_the_characters_is_used(monkeypatch):
     monkeypatch.setattr(fonts, "_find_fallback", lambda letters: ["STIXGeneral"])
     rare = min(fonts.read_letters("STIXGeneral") - fonts.read_letters(fonts.USUAL))
-    text, font = preview._choose_font(f"a{rare}", 11)
+    text, font = preview._choose_font(f"a{rare}")
     assert (text, font.path) == (f"a{rare}", fonts.find_font_file("STIXGeneral"))
     figure = preview.plot_clients(*make_data(rare, "x"))
     figure.savefig(io.BytesIO())
@@ -127,7 +127,7 @@ def test_a_font_that_has_the_characters_is_used(monkeypatch):
 
 def test_a_sheet_says_how_many_classes_it_leaves_out(monkeypatch):
     drawn, choose_font = [], preview._choose_font
-    monkeypatch.setattr(preview, "_choose_font", lambda text, size: drawn.append(text) or choose_font(text, size))
+    monkeypatch.setattr(preview, "_choose_font", lambda text: drawn.append(text) or choose_font(text))
     data, _ = make_data(*(f"c{i}" for i in range(preview.MAX_CLASSES + 2)))
     preview.draw_contact_sheet(data.domains[0], data.classes)
     assert any("the first 40 of 42 classes" in text for text in drawn)

@@ -208,14 +208,14 @@ class Aggregator:
     ) -> tuple[Any, Floats, Floats, AggregatorState, dict[str, Any]]:
         """Return model, weights, unnormalised weights, state and report. Raise `BadRows` if rows cannot count."""
         if len(rows) == 0:
-            return _copy_model(model), np.zeros(0), np.zeros(0), state, {}
+            return model, np.zeros(0), np.zeros(0), state, {}
         kernel = kernels.choose_kernel(self.kernel, updates.no_rows)
         draft = Draft(sizes=state.sizes, model=model, updates=updates, rows=rows, kernel=kernel, donate=donate)
         draft, after = self.stage.run(draft, state.stage)
         state = replace(state, stage=after)
         weights, unnormalised_weights = _final_weights(draft)
         if not weights.any():
-            return _copy_model(model), weights, np.zeros_like(weights), state, {}
+            return model, weights, np.zeros_like(weights), state, {}
         name = name_if_custom(self.reduce)
         returned = call_custom("reducer", name, self.reduce, draft, weights)
         new_model, report = check_returned(name_part("reducer", name), returned, Packed, Mapping)
@@ -230,10 +230,6 @@ def _copy_kept(new_model: Packed, model: Packed) -> Packed:
     """Return the new model with copies of the parts that are the old model's, so that the two can change apart."""
     parts = vars(new_model).items()
     return Packed(**{name: part.clone() if part is getattr(model, name) else part for name, part in parts})
-
-
-def _copy_model(model: Packed) -> Packed:
-    return Packed(model.params.clone(), model.buffers.clone(), model.counters.clone())
 
 
 def _pack_model(model: Any, updates: Updates, sizes: Sizes) -> Packed:

@@ -10,7 +10,6 @@ from torch import Tensor
 from fedheal.core.pixels import get_pixel_scale, get_row_scale
 
 PAD = 4
-AUGMENTATIONS = ("none", "crop", "flip", "crop-flip")
 
 
 def normalise_images(images: Tensor) -> Tensor:

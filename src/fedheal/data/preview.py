@@ -22,6 +22,7 @@ from fedheal.data.partition import Client
 
 COLUMNS = 12
 MAX_CLASSES = 40  # on a sheet
+FONT_SIZE = 11
 TILE = 96  # pixels; small images are enlarged by an integer factor, large ones are reduced
 COLOURS = colormaps["tab20"].resampled(20)  # more classes cannot be told apart by colour
 MAX_LABELS = 400  # on an axis
@@ -36,20 +37,20 @@ def draw_contact_sheet(domain: Domain, classes: Sequence[str]) -> Image.Image:
     labels = domain.train.labels
     present = [c for c in range(len(classes)) if (labels == c).any()]
     rows = present[:MAX_CLASSES]
-    names = [_choose_font(classes[label], 11) for label in rows]
+    names = [_choose_font(classes[label]) for label in rows]
     margin = 12 + max((math.ceil(font.getlength(name)) for name, font in names), default=0)
     sheet = Image.new("RGB", (margin + COLUMNS * (tile + 2), 24 + len(rows) * (tile + 2)), "white")
     draw = ImageDraw.Draw(sheet)
     shown = f", the first {len(rows)} of {len(present)} classes" if len(rows) < len(present) else ""
     title, font = _choose_font(
-        f"{domain.name}: {len(domain.train):,} training, {len(domain.test):,} test images{shown}", 11
+        f"{domain.name}: {len(domain.train):,} training, {len(domain.test):,} test images{shown}"
     )
     draw.text((4, 6), title, fill="black", font=font)
     for row, (label, (name, font)) in enumerate(zip(rows, names, strict=True)):
         top = 24 + row * (tile + 2)
         examples = torch.nonzero(labels == label).flatten()
         draw.text((4, top + tile // 2 - 14), name, fill="black", font=font)
-        draw.text((4, top + tile // 2), f"{len(examples):,}", fill="gray", font=_choose_font("0", 11)[1])
+        draw.text((4, top + tile // 2), f"{len(examples):,}", fill="gray", font=_choose_font("0")[1])
         for column, index in enumerate(examples[:COLUMNS].tolist()):
             picture = Image.fromarray(domain.train.images[index].numpy().transpose(1, 2, 0))
             sheet.paste(picture.resize((tile, tile), resampling), (margin + column * (tile + 2), top))
@@ -121,8 +122,8 @@ def _prepare_text(names: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     return [escape_letters(name, families) for name in names], style
 
 
-def _choose_font(text: str, size: int) -> tuple[str, ImageFont.FreeTypeFont]:
+def _choose_font(text: str) -> tuple[str, ImageFont.FreeTypeFont]:
     """Return the first font that has all letters of a text, or the usual one and the text with escapes."""
     families = find_families(text)
     family = next((name for name in families if escape_letters(text, [name]) == text), families[0])
-    return escape_letters(text, [family]), ImageFont.truetype(find_font_file(family), size)
+    return escape_letters(text, [family]), ImageFont.truetype(find_font_file(family), FONT_SIZE)

@@ -13,14 +13,12 @@ import torch
 from torch import nn
 
 from fedheal.core.layout import Layout, Packed
-from fedheal.core.parameter import declare_parameters
 from fedheal.local.term import Arrays, Context, Term
 
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 VECTORS = ("params", "buffers", "counters")
 
 
-@declare_parameters()
 @dataclass(frozen=True)
 class FedBN(Term):
     """Li et al. 2021: normalisation layers stay with the client (a personalised row)."""

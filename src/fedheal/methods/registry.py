@@ -2,7 +2,8 @@
 
     <local>[:key=value,...]{+<stage>[:key=value,...]}[+<server>[:...]]      fedavg+fedheal:tau=0.4+fedadam
 
-A stage or a server optimiser alone is short for `fedavg+` it. A part may be a function of your own, `package.module:function`.
+A stage or a server optimiser named alone is added to FedAvg: `fedheal` is short for `fedavg+fedheal`. A part may be a
+function of your own, `package.module:function`.
 """
 
 import functools
@@ -69,7 +70,6 @@ class Local:
     server: Server | None = None
 
 
-@declare_parameters()
 def _make_fedavg() -> Local:
     """McMahan et al. 2017: every client minimises its own loss from the global model."""
     return Local()

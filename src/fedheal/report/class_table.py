@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from fedheal.report.comparability import format_setting, list_methods
 from fedheal.report.rows import Row
 from fedheal.report.series import sum_by_class
@@ -61,6 +59,6 @@ def _build_calibration_table(rows: Sequence[Row], measure: str) -> DomainTable:
         found = [row.collect("calibration") for row in rows if row.method == method]
         values = {d: [x for one in found if (x := one.get(d, {}).get(measure)) is not None] for d in domains}
         if any(values.values()):
-            cells = [summarise_seeds(np.asarray(v).tolist()).format() if v else "-" for v in values.values()]
+            cells = [summarise_seeds(v).format() if v else "-" for v in values.values()]
             body.append([method, *cells])
     return DomainTable(f"{CALIBRATION[measure]}, in the last round", [["method", *domains], *body])

@@ -80,7 +80,6 @@ BETA: dict[str, dict[float, Numbers]] = {
 }  # fmt: skip
 
 CHOSEN_TAU = {"digits": 0.3, "office-caltech": 0.4}
-CHOSEN_BETA = 0.4
 
 # The study of tau is a figure without numbers. Two of its points are in other tables. tau = 0 keeps everything, which
 # is FAEL alone. The chosen tau is FedHEAL's own row.

@@ -82,11 +82,11 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not TOML: {error}") from error
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors as safetensors, whole or not at all."""
     # safetensors refuses tensors that share memory (tied parameters): each gets its own.
     copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    write_bytes(path, save(copies, dict(metadata or {})))
+    write_bytes(path, save(copies))
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

@@ -403,7 +403,7 @@ def _drop_overridden(values: dict[str, Any], changes: Mapping[str, Any]) -> dict
 
 def _take_server(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the server optimiser of the method as fields. Raise ValueError if the fields say something else."""
-    method = fields["method"] if "method" in fields else Experiment.model_fields["method"].default
+    method = fields["method"]
     method = method if isinstance(method, Method) else methods.get(method)
     if method.server is None:
         return {}
