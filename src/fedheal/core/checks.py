@@ -39,20 +39,25 @@ def check_main_guard(field: str, value: int) -> None:
 
 
 def check_share(name: str, value: float) -> None:
+    """Raise ValueError unless the value is a number from 0 to 1."""
     Parameter(name, 0.0, ge=0, le=1).check(value)
 
 
 def check_not_negative(name: str, value: float) -> None:
+    """Raise ValueError unless the value is a finite number from 0."""
     Parameter(name, 0.0, ge=0).check(value)
 
 
 def check_count(name: str, value: int) -> None:
+    """Raise ValueError unless the value is a whole number from 0."""
     Parameter(name, 0, ge=0).check(value)
 
 
 def check_switch(name: str, value: bool) -> None:
+    """Raise ValueError unless the value is True or False."""
     Parameter(name, False).check(value)
 
 
 def check_among(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise ValueError unless the value is one of the allowed values."""
     Parameter(name, allowed[0], choices=allowed).check(value)

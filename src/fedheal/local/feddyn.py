@@ -34,7 +34,7 @@ FEDDYN_CLIP = Parameter("clip", 10.0, "largest gradient norm; 0: none", RELEASED
 @declare_parameters(FEDDYN_ALPHA, FEDDYN_EVAL_MODEL, FAIR_CONTROLS, FEDDYN_CLIP)
 @dataclass(frozen=True)
 class FedDyn(Term):
-    """FedDyn."""
+    """Acar et al. 2021: a dynamic regulariser pulls each client's optimum to the global one."""
 
     alpha: float = FEDDYN_ALPHA.default
     eval_model: str = FEDDYN_EVAL_MODEL.default

@@ -40,7 +40,7 @@ SCAFFOLD_CLIP = Parameter("clip", 0.0, "largest gradient norm; 0: none", f"{SOUR
 @declare_parameters(SCAFFOLD_OPTION, SCAFFOLD_ETA_G, FAIR_CONTROLS, SCAFFOLD_CLIP)
 @dataclass(frozen=True)
 class Scaffold(Term):
-    """SCAFFOLD."""
+    """Karimireddy et al. 2020: control variates correct the drift of clients."""
 
     option: int = SCAFFOLD_OPTION.default
     eta_g: float = SCAFFOLD_ETA_G.default
