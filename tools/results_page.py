@@ -83,7 +83,7 @@ def _write_data_set(recipe: Recipe, data: str, folder: Path, planned_rounds: int
         parts += _measure_noise(runs, data)
         parts += _compare_to_independent(runs, data)
         parts += _compare_to_second(runs, data, folder.parent)
-        parts += _list_machines(runs)
+        parts += ["### What it ran on", list_machines(runs)]
     return [*parts, *_list_open_rows(entries, runs, data)]
 
 
@@ -132,30 +132,48 @@ def _compare_to_paper(recipe: Recipe, data: str, runs: Sequence[Run]) -> list[st
 
 def _subtract_bases(runs: Sequence[Run], data: str) -> list[str]:
     """Subtract FedAvg and uniform weights from each row, by seed, between runs that differ by their methods alone."""
-    columns = list_columns(runs)
-    parts = ["### Beside FedAvg and beside uniform weights"]
-    unpaired: dict[str, None] = {}
+    tables, unpaired = [], []
     for label in BASES:
-        bases = [run for run in runs if run.entry.label == label]
-        lines = []
-        for row, group in group_by_label(runs).items():
-            pairs = [(run, base) for run in group for base in bases if run.settings == base.settings]
-            if group[0].entry.label == label or not bases:
-                continue
-            if not pairs:
-                unpaired |= {f"{row} (beside {label})": None}
-                continue
-            differences = {c: [a.numbers[c] - b.numbers[c] for a, b in pairs] for c in columns}
-            lines.append([row, *(_format_mean(differences[c], sign="+") for c in columns), str(len(pairs))])
-        parts += [format_table([f"less {label}", *name_columns(columns, data), "seeds"], lines)] if lines else []
-    if len(parts) == 1:
+        table, rows = subtract_row(runs, label, data)
+        tables += [table] if table else []
+        unpaired += [f"{row} (beside {label})" for row in rows]
+    if not tables:
         return []
     notes = [
         "In points; for STD less is better, for all others more. Only runs with the same settings and data are subtracted."
     ]
     if unpaired:
         notes.append(f"Settings or data differ, so that nothing is subtracted: {', '.join(unpaired)}.")
-    return [*parts, format_list(notes)]
+    return ["### Beside FedAvg and beside uniform weights", *tables, format_list(notes)]
+
+
+def subtract_row(runs: Sequence[Run], label: str, data: str) -> tuple[str, list[str]]:
+    """Subtract a row from the others, by seed; return the table, or "" without pairs, and the rows that have no pair."""
+    columns = list_columns(runs)
+    bases = [run for run in runs if run.entry.label == label]
+    lines, unpaired = [], []
+    for row, group in group_by_label(runs).items():
+        pairs = [(run, base) for run in group for base in bases if run.settings == base.settings]
+        if group[0].entry.label == label or not bases:
+            continue
+        if not pairs:
+            unpaired.append(row)
+            continue
+        differences = {c: [a.numbers[c] - b.numbers[c] for a, b in pairs] for c in columns}
+        lines.append([row, *(_format_mean(differences[c], sign="+") for c in columns), str(len(pairs))])
+    return format_table([f"less {label}", *name_columns(columns, data), "seeds"], lines) if lines else "", unpaired
+
+
+def tabulate_means(runs: Sequence[Run]) -> str:
+    """Return a table with the mean of each row over its seeds, and their standard deviation."""
+    columns = list_columns(runs)
+    lines = [
+        [label, f"`{group[0].summary['method']}`"]
+        + [_format_mean([run.numbers[c] for run in group]) for c in columns]
+        + [str(len(group))]
+        for label, group in group_by_label(runs).items()
+    ]
+    return format_table(["row", "method", *columns, "seeds"], lines)
 
 
 def _test_differences(runs: Sequence[Run]) -> list[str]:
@@ -303,7 +321,8 @@ def tabulate_second_runs(
     return table
 
 
-def _list_machines(runs: Sequence[Run]) -> list[str]:
+def list_machines(runs: Sequence[Run]) -> str:
+    """Say on which machines and versions the runs were made, on how many kinds of data, and how long they took."""
     groups: dict[str, list[str]] = {}
     for run in runs:
         versions = ", ".join(f"{name} {version}" for name, version in run.summary["versions"].items())
@@ -313,7 +332,7 @@ def _list_machines(runs: Sequence[Run]) -> list[str]:
     prints = {run.summary["data_fingerprint"] for run in runs}
     same = "the same" if len(prints) == 1 else f"**not the same ({len(prints)} kinds)**"
     facts = [f"The data of all runs are {same}, by their fingerprints.", describe_time(runs)]
-    return ["### What it ran on", format_list([*lines, *facts])]
+    return format_list([*lines, *facts])
 
 
 def describe_time(runs: Sequence[Run]) -> str:

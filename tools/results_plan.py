@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import results_confirmation
+import results_embedded
 import results_table1
 from fedheal.reproduce import RECIPES
 from fedheal.reproduce.plans import Recipe
@@ -67,6 +68,7 @@ HEADLINE = Campaign(
 )
 CAMPAIGNS = {
     "headline": HEADLINE,
+    "embedded": Campaign(results_embedded.RECIPE, {results_embedded.DATA: {}}),
     "confirmation": Campaign(
         results_confirmation.RECIPE,
         {d: {**HEADLINE.settings.get(d, {}), "rounds": n} for d, n in results_confirmation.ROUNDS.items()},
