@@ -1,6 +1,6 @@
 """Make the pictures of the documentation from runs of this version: python tools/pictures.py  (make pictures)
 
-The runs are four methods with three seeds on the embedded digits; finished runs are not run again. One picture shows the runs
+The runs are four methods with eight seeds on the embedded digits; finished runs are not run again. One picture shows the runs
 in results/digits. The pictures of the HTML page need Chromium.
 """
 
@@ -24,7 +24,7 @@ from fedheal.report.rows import Row, build_rows, find_results
 from fedheal.runs.folder import read_json, write_text
 
 METHODS = ("fedavg", "fedavg+uniform", "fedavg+afl", "fedheal")
-SEEDS = (0, 1, 2)
+SEEDS = tuple(range(8))
 FIGURES = ("domains", "rounds", "weights")
 RESULTS = Path("results/digits")
 RESULT_METHODS = ("fedavg", "fedavg+uniform", "fedavg+fedheal", "fedavg+fedheal:variant=released")

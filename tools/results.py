@@ -33,9 +33,9 @@ from fedheal.simulate.experiment import Experiment, parse_overrides
 from fedheal.simulate.progress import format_accuracy
 from results_confirmation import write_confirmation
 from results_data import UNFINISHED, read_experiment, read_run
-from results_embedded import write_embedded
 from results_page import write_page
 from results_plan import CAMPAIGNS
+from results_studies import write_studies
 from results_table1 import write_table1
 
 REPORT_EVERY = 20  # rounds
@@ -221,7 +221,7 @@ def write_table(options: argparse.Namespace) -> int:
 
 def make_page(results: Path) -> str:
     """Return the page as Markdown."""
-    parts = [*write_table1(results), *write_embedded(results), *write_confirmation(results)]
+    parts = [*write_table1(results), *write_studies(results), *write_confirmation(results)]
     return write_page(CAMPAIGNS["headline"].recipe, list_data_sets(results)) + "".join(f"\n{part}\n" for part in parts)
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import results_confirmation
-import results_embedded
 import results_table1
 from fedheal.reproduce import RECIPES
 from fedheal.reproduce.plans import Recipe
 from fedheal.runs.schema import FREE
 from fedheal.simulate.experiment import Experiment
+from results_studies import DATA, STUDIES
 
 # A run may differ from the plan in these settings, because the tables show them.
 MAY_DIFFER = FREE | {"seed", "rounds", "device", "precision", "engine", "deterministic"}
@@ -68,7 +68,6 @@ HEADLINE = Campaign(
 )
 CAMPAIGNS = {
     "headline": HEADLINE,
-    "embedded": Campaign(results_embedded.RECIPE, {results_embedded.DATA: {}}),
     "confirmation": Campaign(
         results_confirmation.RECIPE,
         {d: {**HEADLINE.settings.get(d, {}), "rounds": n} for d, n in results_confirmation.ROUNDS.items()},
@@ -83,4 +82,8 @@ CAMPAIGNS = {
         (results_table1.SEED,),
         MAY_DIFFER - {"rounds"},
     ),
+    **{
+        study.name: Campaign(study.recipe, {DATA: study.settings}, study.folder, study.seeds, MAY_DIFFER - {"rounds"})
+        for study in STUDIES
+    },
 }

@@ -1,0 +1,158 @@
+"""Studies on the embedded digits, for which a CPU suffices: all methods, local methods, and server optimisers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fedheal.reproduce import RECIPES
+from fedheal.reproduce.plans import Recipe, RecipeRow
+from fedheal.simulate.experiment import Experiment
+from results_confirmation import CHOSEN, WITH_ADAM
+from results_confirmation import FOLDER as CONFIRMATION
+from results_confirmation import SEEDS as CONFIRMATION_SEEDS
+from results_data import read_runs
+from results_page import (
+    TEST_COLUMNS,
+    format_list,
+    format_table,
+    group_by_label,
+    list_machines,
+    subtract_row,
+    tabulate_means,
+    tabulate_tests,
+)
+
+DATA = "embedded"
+
+
+@dataclass(frozen=True)
+class Study:
+    """Rows on the embedded digits, compared with one of them.
+
+    Attributes:
+        name: Its name for `results.py run --recipe`.
+        title: The heading of its section.
+        text: What a reader must know before the tables.
+        rows: The rows.
+        control: The label of the row that the others are compared with.
+        seeds: The seeds of every row.
+        settings: Settings that differ from the data set's protocol.
+        tested: The labels of the rows in the family of tests, which was fixed before the runs; all if none.
+        folder: Where the runs are kept, below results/.
+        other_folders: Other folders with runs of these rows.
+    """
+
+    name: str
+    title: str
+    text: str
+    rows: Sequence[RecipeRow]
+    control: str
+    seeds: Sequence[int]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    tested: Sequence[str] = ()
+    folder: str = ""
+    other_folders: Sequence[str] = ()
+
+    @property
+    def recipe(self) -> Recipe:
+        """The rows as a recipe."""
+        return Recipe(self.title, (DATA,), lambda data: list(self.rows))
+
+    @property
+    def rounds(self) -> int:
+        """The planned number of rounds."""
+        return Experiment.of({**self.settings, "data": DATA}).rounds
+
+
+def _list_all_methods() -> list[RecipeRow]:
+    """Return the headline's rows without the paper's numbers, combinations of the package's parts, and the chosen method."""
+    headline = [replace(row, published=(), misprint=((), "")) for row in RECIPES["headline"].list_rows(DATA)]
+    combinations = [
+        RecipeRow("FedHEAL per step", "fedavg+fedheal:per_step=true"),
+        RecipeRow("FedPW", "fedpw"),
+        RecipeRow("AFL + FPHL", "fedavg+afl+fphl"),
+    ]
+    return [*headline, *combinations, WITH_ADAM, CHOSEN]
+
+
+def _list_methods(*names: str) -> list[RecipeRow]:
+    return [RecipeRow(name, name) for name in names]
+
+
+STUDIES = (
+    Study(
+        "embedded",
+        "embedded",
+        "The digits that come with the package, by the data set's own protocol: `small_cnn`, 20 rounds of two epochs. The "
+        "paper has no such data. The seeds are those of the confirmation, which the search had not used. The last two rows "
+        "are the confirmation's. The tests have the rows of the README's picture: eight seeds can show a difference among "
+        "six comparisons, and not among more.",
+        _list_all_methods(),
+        "uniform weights",
+        CONFIRMATION_SEEDS,
+        tested=("FedAvg", "uniform weights", "FedHEAL (paper)", "AFL"),
+        other_folders=(CONFIRMATION,),
+    ),
+    Study(
+        "local-methods",
+        "Local methods on embedded",
+        "Short runs with one client per domain: ten rounds of one epoch at lr = 0.005. They show that the methods work, and "
+        "are too short to rank them.",
+        _list_methods("fedavg", "fedavg+uniform", "fedavg+fedheal", "feddg", "fedsam", "fedlesam", "fedism"),
+        "fedavg",
+        range(10),
+        {"clients_per_domain": 1, "rounds": 10, "epochs": 1, "lr": 0.005},
+        folder="local-methods",
+    ),
+    Study(
+        "server-optimisers",
+        "Server optimisers on embedded",
+        "One client per domain, all else by the data set's protocol. `eta` was chosen on validation data "
+        "(`docs/findings.md#server-optimisers`).",
+        _list_methods(
+            "fedavg",
+            "fedavg+uniform",
+            "fedavg+fedheal",
+            "fedavg+fedadam:eta=0.03",
+            "fedavg+fedheal+fedavgm:eta=0.3",
+            "fedavg+fedheal+fedadam:eta=0.03",
+            "fedavg+fedheal+fedyogi:eta=0.03",
+            "fedavg+fedheal+fedadagrad:eta=0.03",
+        ),
+        "fedavg+fedheal",
+        range(10),
+        {"clients_per_domain": 1, "eval_every": 5},
+        folder="server-optimisers",
+    ),
+)
+
+
+def write_studies(results: Path) -> list[str]:
+    """Return the parts of the page; a study without runs has none."""
+    return [part for study in STUDIES for part in write_study(study, results)]
+
+
+def write_study(study: Study, results: Path) -> list[str]:
+    """Return the section of a study, or nothing without runs."""
+    folders = [results / name / DATA for name in (study.folder, *study.other_folders)]
+    runs = [run for folder in folders for run in read_runs(study.rows, DATA, folder, study.rounds, skips_others=True)]
+    runs = [run for run in runs if run.experiment.seed in study.seeds]
+    runs.sort(key=lambda run: study.rows.index(run.entry))
+    if not runs:
+        return []
+    groups = group_by_label(runs)
+    difference, _ = subtract_row(runs, study.control, DATA)
+    parts = [f"## {study.title}", study.text, tabulate_means(runs), *([difference] if difference else [])]
+    tested = {label: group for label, group in groups.items() if label in study.tested or not study.tested}
+    if study.control in tested and len(tested) > 1:
+        tests, notes = tabulate_tests(tested, study.control)
+        parts += [format_table([f"less {study.control}", *TEST_COLUMNS], tests), format_list(notes)]
+    missing = [row.label for row in study.rows if len(groups.get(row.label, ())) < len(study.seeds)]
+    if missing:
+        seeds = f"{study.seeds[0]}-{study.seeds[-1]}"
+        command = f"python tools/results.py run --recipe {study.name} --data {DATA} --device cpu --seeds {seeds}"
+        parts.append(f"Rows with open runs (`{command}`, then `collect`): {', '.join(missing)}.")
+    return [*parts, list_machines(runs)]
