@@ -7,10 +7,9 @@ budget; the rest goes to a temporary file, which is deleted with the matrix. Eve
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +18,8 @@ from torch import Tensor, nn
 from fedheal.core.arrays import Array, Floats, Integers, as_tensor
 from fedheal.core.checks import check_type
 from fedheal.core.errors import add_article
-from fedheal.core.layout import ALIGNED, Layout, Packed
+from fedheal.core.layout import Layout, Packed
+from fedheal.core.row_store import RowStore, view_as_matrix
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 NO_UPDATE = torch.empty(0)
@@ -297,7 +297,7 @@ class Collector:
             raise ValueError(f"on_bad_update = {on_bad_update!r}: use 'raise' or 'skip'")
         if budget is not None and budget < 0:
             raise ValueError(f"budget = {budget}: give a number of bytes, 0 or more")
-        self._rows = _Rows(budget, folder, keep)
+        self._rows = RowStore(budget, folder, keep)
         self._skip = on_bad_update == "skip"
         self._expected: dict[str, int] | None = None
         if layout is not None:
@@ -339,7 +339,7 @@ class Collector:
         domains = [reply.domain or "" for reply in replies]
         return Updates(
             clients=[reply.client for reply in replies],
-            deltas=self._rows.matrix(),
+            deltas=self._rows.to_matrix(),
             num_examples=[reply.num_examples for reply in replies],
             buffers=self._stack("buffers"),
             counters=self._stack("counters"),
@@ -352,7 +352,7 @@ class Collector:
         vectors = [getattr(reply, name) for reply in self._replies]
         if not vectors or vectors[0] is None:
             return None
-        whole = _view_as_matrix(vectors) if self._rows.keep else None  # else each is a copy of its own
+        whole = view_as_matrix(vectors) if self._rows.keep else None  # else each is a copy of its own
         return torch.stack(vectors) if whole is None else whole
 
 
@@ -436,78 +436,3 @@ def _compare(found: dict[str, int], expected: dict[str, int]) -> None:
             mine = f"have length {found[name]}" if name in found else "are missing"
             theirs = f"length {expected[name]}" if name in expected else "none"
             raise ValueError(f"its {name} {mine} where {theirs} is expected".replace("update have", "update has"))
-
-
-class _Rows:
-    """Rows of one length and dtype: a list while they fit the budget, then a file."""
-
-    def __init__(self, budget: int | None, folder: str | None, keep: bool) -> None:
-        self.budget, self.folder, self.keep = budget, folder, keep
-        self.held: list[Tensor] = []
-        self.file: IO[bytes] | None = None
-        self.count, self.length, self.dtype = 0, 0, torch.float32
-
-    def append(self, row: Tensor) -> None:
-        if self.count == 0:
-            self.length, self.dtype = row.shape[0], row.dtype
-        self.count += 1
-        size = self.count * self.length * self.dtype.itemsize
-        if self.file is None and self.budget is not None and size > self.budget:
-            # Unbuffered, so that a full disk raises here; the mapping outlives the file.
-            self.file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115
-            for held in self.held:
-                self._write(held)
-            self.held.clear()
-        if self.file is None:
-            self.held.append(row.to(self.dtype, copy=not self.keep))
-        else:
-            self._write(row.to(self.dtype))
-
-    def matrix(self) -> Tensor:
-        if self.file is None:
-            if self.keep and (whole := _view_as_matrix(self.held)) is not None:
-                return whole
-            device = self.held[0].device if self.held else None
-            made = torch.empty(self.count, self.length, dtype=self.dtype, device=device)
-            for i in range(self.count):
-                made[i] = self.held[i]
-                self.held[i] = made[i]  # frees the row, so that at most one exists twice
-            return made
-        try:
-            if self.length == 0:
-                return torch.empty(self.count, 0, dtype=self.dtype)
-            mapped = np.memmap(self.file, np.uint8, "r+", shape=(self.count, self.length * self.dtype.itemsize))
-            return torch.from_numpy(mapped).view(self.dtype)
-        finally:
-            self.file.close()
-
-    def _write(self, row: Tensor) -> None:
-        assert self.file is not None
-        try:
-            left = row.contiguous().cpu().view(torch.uint8).numpy().data
-            while len(left):
-                left = left[self.file.write(left) :]
-        except OSError as error:
-            self.file.close()
-            raise OSError(
-                error.errno,
-                f"the updates beyond the memory budget of {self.budget} bytes could not be written to "
-                f"{self.folder or tempfile.gettempdir()} ({error.strerror}): give collect() a folder with "
-                f"room for {self.length * self.dtype.itemsize} bytes a client",
-            ) from error
-
-
-def _view_as_matrix(rows: Sequence[Tensor]) -> Tensor | None:
-    """Return the matrix that these are the consecutive rows of, or None."""
-    if not rows or not rows[0].numel():
-        return None
-    first, last, length = rows[0], rows[-1], rows[0].shape[0]
-    step = (last.storage_offset() - first.storage_offset()) // (len(rows) - 1) if len(rows) > 1 else length
-    if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
-        return None
-    # Rows between the first and the last one of a storage belong to that storage, too.
-    start, apart = first.data_ptr(), step * first.itemsize
-    for i, row in enumerate(rows):
-        if row.data_ptr() != start + i * apart or not row.is_contiguous() or row.dtype != first.dtype:
-            return None
-    return first.as_strided((len(rows), length), (step, 1)) if length <= step < length + ALIGNED else None

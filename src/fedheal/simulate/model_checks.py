@@ -94,7 +94,7 @@ def _check_logits(name: str, logits: object, number: int, classes: int, where: s
 
 
 def _describe_shape(given: object) -> str:
-    return str(tuple(given.shape)) if isinstance(given, Tensor) else f"{add_article(type(given).__name__)}"
+    return str(tuple(given.shape)) if isinstance(given, Tensor) else add_article(type(given).__name__)
 
 
 def _count_images(number: int) -> str:
