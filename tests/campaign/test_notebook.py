@@ -70,6 +70,13 @@ def test_a_report_reads_folders_and_writes_a_page(comparison: tuple[fedheal.Repo
     assert "<title>Mine" in page.read_text("utf-8")
 
 
+def test_a_report_keeps_the_order_of_its_comparison(tmp_path: Path) -> None:
+    methods = ["fedavg+uniform", "fedavg", "fedavg+fedheal"]
+    compared = fedheal.compare(methods, tiny_data.load(), 1, tmp_path, **FIELDS)
+    assert [row.method for row in compared.rows] == methods
+    assert [row.method for row in fedheal.make_report(tmp_path).rows] == methods
+
+
 def test_a_data_frame_has_a_record_a_row(comparison: tuple[fedheal.Report, Path], monkeypatch: Any) -> None:
     records: list[Any] = []
     frame = SimpleNamespace(from_records=records.append)

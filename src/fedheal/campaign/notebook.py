@@ -19,7 +19,7 @@ from fedheal.methods import Method
 from fedheal.methods.registry import METHOD_REMEDY
 from fedheal.report.comparability import check_reference
 from fedheal.report.html_page import render_page
-from fedheal.report.rows import Row, build_rows, explain_no_runs, find_results, load_summary
+from fedheal.report.rows import Row, build_rows, explain_no_runs, find_rows, load_summary, write_method_order
 from fedheal.report.tables import flatten_rows
 from fedheal.report.text_report import format_report
 from fedheal.runs.folder import make_folder, write_text
@@ -99,27 +99,37 @@ def compare(
     values = fields | {"data": data}
     objects = wrap_objects(values)  # once, not for every run
     values |= objects
-    own = [method for method in methods if isinstance(method, Method)]
-    if jobs != 1 and (objects or own):
+    if jobs != 1 and (objects or any(isinstance(method, Method) for method in methods)):
         raise ValueError(f"jobs = {jobs}: data, models and methods given as objects stay in this process; use jobs=1")
     numbers = choose_seeds(seeds, vary)
     if numbers and "init_seed" in numbers[0] and isinstance(fields.get("model"), nn.Module):
         raise ValueError(f"vary = {vary}: a module's values are those of every run; give a function, or leave out init")
     named = Path("runs") / _name_comparison(values, name_design(numbers))
     folder = check_campaign_folder(named if out is None else Path(out))
-    names = [method for method in methods if not isinstance(method, Method)]
-    planned = plan(names, numbers, values, folder) if names or not own else []
-    for method in own:
-        experiments = [e for own_seeds in numbers for e in expand_unseen(values | {"method": method, **own_seeds})]
-        planned += [Job(experiment, folder / experiment.folder_name) for experiment in experiments]
-    if len({job.folder for job in planned}) < len(planned):
-        raise ValueError("two of the methods have the same name: give each Method a name of its own")
+    planned = _plan_jobs(methods, numbers, values, folder)
     for job in planned:
         if job.experiment.model_object is not None and job.is_finished:
             run_job(job)  # which refuses a run whose model was another one, although its function has the same name
     for _ in run_all(planned, jobs):
         pass
-    return _build_report([load_summary(job.folder) for job in planned], reference)
+    rows = build_rows(load_summary(job.folder) for job in planned)
+    write_method_order(folder, rows)
+    return _build_report(rows, reference)
+
+
+def _plan_jobs(
+    methods: Sequence[str | Method], seeds: Sequence[Mapping[str, int]], values: Mapping[str, Any], folder: Path
+) -> list[Job]:
+    """Return the runs of all methods, those with a name first."""
+    names = [method for method in methods if not isinstance(method, Method)]
+    own = [method for method in methods if isinstance(method, Method)]
+    planned = plan(names, seeds, values, folder) if names or not own else []
+    for method in own:
+        experiments = [e for own_seeds in seeds for e in expand_unseen({**values, "method": method, **own_seeds})]
+        planned += [Job(experiment, folder / experiment.folder_name) for experiment in experiments]
+    if len({job.folder for job in planned}) < len(planned):
+        raise ValueError("two of the methods have the same name: give each Method a name of its own")
+    return planned
 
 
 def _name_comparison(values: Mapping[str, Any], design: Sequence[str]) -> str:
@@ -150,13 +160,12 @@ def make_report(*folders: str | Path, reference: str | None = None) -> Report:
     for folder in folders:
         check_type("a folder", folder, str | PathLike, "give paths one by one, such as make_report('runs/a', 'runs/b')")
     paths = [Path(folder) for folder in folders]
-    summaries = find_results(paths)
-    if not summaries:
+    rows = find_rows(paths)
+    if not rows:
         raise ValueError(f"there is no finished run in {', '.join(map(str, folders))}: {explain_no_runs(paths)}")
-    return _build_report(summaries, reference)
+    return _build_report(rows, reference)
 
 
-def _build_report(summaries: list[dict[str, Any]], reference: str | None) -> Report:
-    rows = build_rows(summaries)
+def _build_report(rows: Sequence[Row], reference: str | None) -> Report:
     check_reference(rows, reference)
     return Report(tuple(rows), reference)
