@@ -9,17 +9,21 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from disk_hooks import raise_disk_full
 from fedheal.campaign import placement, pool
 from fedheal.campaign import ray as ray_jobs
+from fedheal.campaign.checks import check_jobs
 from fedheal.campaign.jobs import Job
 from fedheal.campaign.placement import DeviceSlots, Gpu
 from fedheal.campaign.pool import describe_schedule, run_all
 from fedheal.runs import folder as records
+from fedheal.simulate.experiment import Experiment
 from tiny_data import quick
 
 GIB = 2**30
@@ -201,8 +205,9 @@ def test_real_processes_see_one_gpu_each_and_give_what_this_one_gives(tmp_path, 
 @pytest.mark.slow
 def test_an_error_in_a_process_is_the_error_here(tmp_path):
     planned = [*make_jobs(tmp_path, "bad", "worse", lr=1e9, device="cpu"), *make_jobs(tmp_path, "never", device="cpu")]
-    with pytest.raises(ValueError, match="its update holds NaN"):
+    with pytest.raises(ValueError, match="its update holds NaN") as raised:
         list(run_all(planned, 2))
+    assert raised.value.__notes__[-1] in {f"in the run {job.folder}" for job in planned[:2]}
     assert not any(job.is_finished for job in planned)
     assert not planned[2].folder.exists()
 
@@ -252,3 +257,36 @@ def test_an_error_on_a_cluster_is_the_error_here(monkeypatch):
     assert raised.value is cause
     with pytest.raises(ChildProcessError, match=r"a run on the Ray cluster was lost \(The worker died"):
         ray_jobs._get_files("lost")
+
+
+def test_the_error_of_a_run_on_a_cluster_names_its_folder(tmp_path, monkeypatch):
+    first, second = make_jobs(tmp_path, "good", "bad", device="cpu")
+    tasks = iter(["done", "failed"])
+    remote = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: next(tasks)))
+    cluster = SimpleNamespace(
+        remote=lambda **_: lambda _: remote,
+        cluster_resources=dict,
+        wait=lambda tasks, num_returns: (tasks[:1], tasks[1:]),
+    )
+
+    def get_files(task):
+        if task == "failed":
+            raise ValueError("its update holds NaN")
+        return {"result.json": b"{}"}
+
+    monkeypatch.setattr(ray_jobs, "connect_to_cluster", lambda address: nullcontext(cluster))
+    monkeypatch.setattr(ray_jobs, "_get_files", get_files)
+    jobs = ray_jobs.run_on_ray([first, second], "auto")
+    assert next(jobs) is first
+    with pytest.raises(ValueError, match="its update holds NaN") as raised:
+        next(jobs)
+    assert raised.value.__notes__ == [f"in the run {second.folder}"]
+
+
+def test_runs_with_other_weights_are_checked_too(tmp_path):
+    plain, wrong = (
+        Job(Experiment(data="embedded", model="small_cnn", device="cpu", weights=weights), tmp_path / name)
+        for name, weights in (("plain", None), ("wrong", str(tmp_path / "none.safetensors")))
+    )
+    with pytest.raises(ValueError, match=r"none\.safetensors"):
+        check_jobs([plain, wrong])

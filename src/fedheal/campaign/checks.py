@@ -57,7 +57,8 @@ def check_jobs(jobs: Sequence[Job]) -> None:
     checked = set()
     for e in experiments:
         features = any(term.features for term in e.resolved_method.local)
-        kind = (e.data, e.image_size, e.model, e.width, e.device, e.precision, e.engine, e.workers, e.threads, features)
+        model = (e.data, e.image_size, e.model, e.width, e.weights, features)
+        kind = (*model, e.device, e.precision, e.engine, e.workers, e.threads, e.ray_address)
         if kind not in checked:
             checked.add(kind)
             _check_start(e, features)
@@ -73,7 +74,7 @@ def check_trackers(jobs: Sequence[Job]) -> None:
 def _check_start(experiment: Experiment, features: bool) -> None:
     on_gpu = experiment.device.partition(":")[0] in ("auto", "cuda") and placement.count_gpus() > 0
     device = torch.device("cuda" if on_gpu else "cpu")  # by name only: CUDA need not start in this process
-    check_engine(device, experiment.engine, experiment.workers, experiment.threads)
+    check_engine(device, experiment.engine, experiment.workers, experiment.threads, experiment.ray_address)
     resolve_precision(experiment.precision, device)
     classes, size = _find_shape(experiment)
     try:

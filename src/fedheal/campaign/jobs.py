@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,3 +44,13 @@ def run_job(job: Job) -> None:
     callbacks = [] if job.track is None else [job.make_tracker()]
     run(job.experiment, job.folder, resume=True, callbacks=callbacks, progress=False)
     release_gpu_memory()  # other processes may share the GPU
+
+
+@contextmanager
+def name_failed_job(job: Job) -> Iterator[None]:
+    """Add the run's folder to an error."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in the run {job.folder}")
+        raise
