@@ -213,6 +213,7 @@ def test_ranges_are_added_as_decimals():
         ("clients_per_domain=plain=1,noisy=1", "plain=1,noisy=1"),
         ("fraction={plain=0.1, noisy=0.2}", {"plain": 0.1, "noisy": 0.2}),
         ('data="folder:a,b"', "folder:a,b"),
+        ("ray_address=127.0.0.1:6379", "127.0.0.1:6379"),
     ],
 )
 def test_a_value_that_has_commas_itself_is_one_value(word, value):

@@ -234,7 +234,7 @@ def parse_space(words: Sequence[str]) -> tuple[dict[str, list[Any]], dict[str, A
         text = word.partition("=")[2]
         if key in space or key in fixed:
             raise ValueError(f"'{key}' is given twice: write all its values in one word, such as {key}=1,2")
-        if re.fullmatch(r"[-+.\deE]+(:[-+.\deE]+)+", text):
+        if not _is_text(key) and re.fullmatch(r"[-+.\deE]+(:[-+.\deE]+)+", text):
             space[key] = _parse_range(word, text)
         elif "," in text and value == text and not _is_single_value(key, text):
             parts = [part.strip() for part in text.split(",")]
@@ -246,6 +246,12 @@ def parse_space(words: Sequence[str]) -> tuple[dict[str, list[Any]], dict[str, A
         else:
             fixed[key] = value
     return space, fixed
+
+
+def _is_text(key: str) -> bool:
+    """Return whether a field takes text, in which colons mean no range: an address such as 127.0.0.1:6379."""
+    field = Experiment.model_fields.get(key)
+    return field is not None and field.annotation in (str, str | None)
 
 
 def _is_single_value(key: str, text: str) -> bool:
