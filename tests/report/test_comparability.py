@@ -65,6 +65,16 @@ def test_runs_on_other_data_are_named_and_not_subtracted(runs):
     assert not any("fedavg+fedheal" in s for s in conclude(load_rows(runs)))
 
 
+def test_a_reference_whose_own_runs_are_on_other_data_is_compared_with_nothing(runs):
+    # Both have the draw of seed 0, with other initial models, but not the same images.
+    edit_result(runs / "fedavg-1", seed=0, split_seed=0, init_seed=1)
+    rows = load_rows(runs)
+    analysis = analyse_rows(rows)
+    assert (analysis.reference, analysis.methods, analysis.metrics) == ("fedavg", {}, [])
+    assert list_cautions(rows)[0].startswith("Not on the same data as the run of fedavg with the same seed")
+    assert "Not on the same data" in render_page(rows)
+
+
 def test_what_a_run_does_not_say_of_its_data_is_no_difference(runs):
     edit_result(runs / "fedavg-0", used_fingerprint="")  # of an earlier version: only the whole data set's
     assert list_cautions(load_rows(runs)) == []

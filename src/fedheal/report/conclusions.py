@@ -55,6 +55,8 @@ def analyse_rows(rows: Sequence[Row], reference: str | None = None) -> Findings:
     methods: dict[str, Accuracies] = {}
     for row in rows:
         methods.setdefault(row.method, {})[row.seeds] = dict(row.domains)
+    if reference not in methods:  # its own runs of one split are on different data
+        return Findings(reference, rows, {}, [], [], [])
     unpaired = [name for name, seeds in methods.items() if not seeds.keys() & methods[reference].keys()]
     paired = {name: seeds for name, seeds in methods.items() if name not in unpaired}
     if len(paired) < 2 or share_levels(rows):
