@@ -167,7 +167,8 @@ def _check_arguments(
         raise ValueError("resume = True, but out is None: give the run folder as out, or leave out resume")
     if experiment.workers > 1 and experiment.engine != "ray":
         check_main_guard("workers", experiment.workers)
-    for callback in [callbacks] if callable(callbacks) else callbacks:
+    check_type("callbacks", callbacks, Iterable, "give a list of fedheal.Callback values")
+    for callback in callbacks:
         check_type("callbacks", callback, Callback, "give a list of fedheal.Callback values")
 
 
