@@ -22,6 +22,7 @@ from fedheal.core.arrays import Floats
 from fedheal.core.errors import CustomPartError, add_article, check_returned, frame_error, name_if_custom, name_part
 from fedheal.core.layout import Layout
 from fedheal.core.state import Nothing, State, expect
+from fedheal.core.updates import Updates
 
 # What stages give, and what each decides; only one stage can.
 GIVEN = {
@@ -77,6 +78,8 @@ class Stage:
         made, after = check_returned(part, returned, Draft, State)
         if not self.parts:  # a chain's stages are checked one by one
             made = _check_draft(part, draft, made)
+        if self.name:
+            after = call_custom("stage", self.name, _copy_rows, after, draft.updates)
         return made, after
 
 
@@ -87,10 +90,24 @@ def _check_saveable(part: str, state: Any) -> None:
         name = type(state).__name__
         raise CustomPartError(f"{part}: its state {name} has no kind: declare class {name}(State, kind='...')")
     try:
-        arrays, described = state.to_arrays()
-        State.from_arrays(arrays, json.loads(json.dumps(described)))
+        _rebuild(*state.to_arrays())
     except (TypeError, ValueError) as error:
         raise CustomPartError(f"{part}: its state cannot be saved and read again: {error}") from None
+
+
+def _copy_rows(state: State, updates: Updates) -> State:
+    """Return the state with copies of what it keeps of the matrix of updates: the next round may write there again."""
+    if "deltas" not in vars(updates):  # nobody has read them
+        return state
+    memory = updates.deltas.untyped_storage()
+    arrays, described = state.to_arrays()
+    rows = {name: a for name, a in arrays.items() if 0 <= a.data_ptr() - memory.data_ptr() < memory.nbytes()}
+    return _rebuild(arrays | {name: a.clone() for name, a in rows.items()}, described) if rows else state
+
+
+def _rebuild(arrays: Mapping[str, Tensor], described: Mapping[str, Any]) -> Any:
+    """Return the state as a checkpoint would give it back."""
+    return State.from_arrays(arrays, json.loads(json.dumps(described)))
 
 
 def _check_draft(part: str, before: Draft, draft: Draft) -> Draft:
