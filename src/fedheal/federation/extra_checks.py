@@ -1,4 +1,4 @@
-"""Checks of what a reply holds beside its parameters: counters, buffers and the messages of local terms."""
+"""Checks of what a reply holds beside its parameters: counters, buffers, metrics and the messages of local terms."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,8 @@ from fedheal.federation.replies import RejectedReply, TrainReply
 from fedheal.federation.reply_limits import EXTRA_FACTOR, MAX_BUFFER, find_counter_jump, find_far_norms, measure_norm
 from fedheal.federation.reply_updates import view_flat
 from fedheal.local.term import Arrays
+
+COUNTS = frozenset({"measured_rounds"})  # these metrics differ by far between veterans and newcomers
 
 
 def check_extras(reply: TrainReply, layout: Layout, model: Packed) -> None:
@@ -79,11 +81,10 @@ def find_far_extras(
             return math.hypot(*(float(np.linalg.norm(move)) for move in moves))
 
     moved = {client: measure_move(reply) for client, reply in replies.items()}
-    finite = {client: norm for client, norm in moved.items() if math.isfinite(norm)}
     sent = {client: _measure_messages(reply.messages) for client, reply in replies.items()}
-    far = {client: f"buffers with {why}" for client, why in find_far_norms(finite, EXTRA_FACTOR).items()}
+    far = {client: f"buffers with {why}" for client, why in find_far_norms(moved, EXTRA_FACTOR).items()}
     far |= {client: f"messages with {why}" for client, why in find_far_norms(sent, EXTRA_FACTOR).items()}
-    for name in needs:
+    for name in set(needs) - COUNTS:
         far |= find_far_metrics(name, {c: reply.metrics[name] for c, reply in replies.items() if name in reply.metrics})
     return far
 
