@@ -198,8 +198,9 @@ def test_an_update_is_diverged_only_if_it_is_far_from_the_others_and_from_the_mo
 
 def test_an_update_that_is_alone_is_compared_with_the_model():
     model = torch.full((10_000,), 0.5)
-    assert find_diverged({"a": 499.0}, model) == {}
-    assert find_diverged({"a": 501.0}, model).keys() == {"a"}
+    assert find_diverged({"a": 49_999.0}, model) == {}
+    assert find_diverged({"a": 50_001.0}, model).keys() == {"a"}
+    assert find_diverged({"a": 50.0}, torch.zeros(15)) == {}  # a small linear model that starts at zero
 
 
 def test_diverged_updates_do_not_vouch_for_each_other():

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedheal import Layout
-from fedheal.federation.extra_checks import check_extras, find_far_metrics
+from fedheal import Layout, aggregate
+from fedheal.federation.extra_checks import check_extras, find_far_extras, find_far_metrics
 from fedheal.federation.replies import RejectedReply, TrainReply
 from fedheal.federation.reply_limits import MAX_NAME, find_far_norms
 from fedheal.flower import FairStrategy, FedHEAL, client
@@ -281,6 +282,59 @@ def test_a_loss_is_not_far_because_the_other_sites_have_nothing_left_to_learn():
     assert find_far_metrics("reach", {"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.9e-3, "e": 0.0}).keys() == {
         "d"
     }  # 0 is rejected
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize(("name", "value", "far"), [("reach", 1e-9, "below"), ("loss", 1e9, "above")])
+def test_a_metric_that_is_no_number_neither_hides_a_far_one_nor_makes_others_far(place, name, value, far):
+    honest = {"a": 1.0, "b": 1.0, "c": 1.0}
+    clients = [*honest.items(), ("hostile", value)]
+    clients.insert(place, ("broken", math.nan))
+    found = find_far_metrics(name, dict(clients))
+    assert found.keys() == {"hostile"}
+    assert f"far {far} the median" in found["hostile"]
+
+
+def test_a_veteran_among_newcomers_is_not_far():
+    def reply(client: str, rounds: float) -> TrainReply:
+        return TrainReply(client, client, {}, 1, {"measured_rounds": rounds, "accuracy_without": 0.5}, (), None)
+
+    replies = {client: reply(client, rounds) for client, rounds in (("a", 0.0), ("b", 1.0), ("c", 5000.0))}
+    layout = Layout.of(torch.nn.Linear(1, 1))
+    model = layout.pack(torch.nn.Linear(1, 1).state_dict())
+    assert find_far_extras(replies, layout, model, ("accuracy_without", "measured_rounds")) == {}
+
+
+def test_a_number_as_max_norm_replaces_the_limit_of_diverged_training():
+    """A model that starts at zero and learns large values, such as prices, moves by far more than its own norm."""
+    module = torch.nn.Linear(1, 1)
+    initial = ArrayRecord({name: torch.zeros_like(value) for name, value in module.state_dict().items()})
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        price = torch.tensor([1e5 + context.node_config["partition-id"]])
+        arrays = ArrayRecord({"weight": torch.zeros(1, 1), "bias": price})
+        metrics = MetricRecord({"num-examples": 1, "train_loss": 0.0})
+        return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+
+    def train_once(max_norm: float | None) -> FairStrategy:
+        strategy = FairStrategy("uniform", fraction_evaluate=0.0, max_norm=max_norm)
+        strategy.start(LocalGrid(app, {node: {"partition-id": node} for node in (1, 2, 3)}), initial, num_rounds=1)
+        return strategy
+
+    reasons = train_once(None).history[0].report["skipped"].values()
+    assert all(re.fullmatch("its training has diverged: .*; max_norm sets another limit", why) for why in reasons)
+    assert len(reasons) == 3
+    allowed = train_once(1e6)
+    assert len(allowed.history[0].weights) == 3
+    assert allowed.state.model.params.tolist() == [0.0, 100_002.0]
+    assert len(train_once(100_002.5).history[0].report["skipped"]) == 1  # its own limit
+
+
+def test_an_aggregators_own_min_updates_counts_if_it_is_more_than_min_replies():
+    aggregator = replace(aggregate.uniform(), min_updates=4)
+    assert [FairStrategy(aggregator, min_replies=n).rounds.aggregator.min_updates for n in (1, 5)] == [4, 5]
 
 
 @pytest.mark.parametrize("method", ["ditto", "ditto:feedback=true"])

@@ -90,7 +90,8 @@ class CohortBuilder(Generic[R]):
         digests = {client: _digest_messages(reply.messages) for client, reply in replies.items()} if self.terms else {}
         _skip_unusual_messages(replies, {**known_digests, **digests}, skipped)
         replies = dict(sorted(replies.items()))
-        updates = all_updates = ReplyUpdates(replies, state.model, self._writer)
+        skips_diverged = self.requirements.skips_diverged
+        updates = all_updates = ReplyUpdates(replies, state.model, self._writer, skips_diverged)
         far_extras = find_far_extras(replies, self.layout, state.model, self.requirements.needs)
         too_long = self._find_too_long(all_updates.norms) if self.requirements.max_norm is not None else {}
         if self.requirements.max_norm == AUTO:
@@ -98,7 +99,7 @@ class CohortBuilder(Generic[R]):
         if too_long:
             skipped |= too_long
             replies = {client: reply for client, reply in replies.items() if client not in too_long}
-            updates = ReplyUpdates(replies, state.model, self._writer)
+            updates = ReplyUpdates(replies, state.model, self._writer, skips_diverged)
         return Cohort(updates, replies, skipped, missing_requirement, digests, lambda: all_updates.norms, far_extras)
 
     def _skip_unusable_messages(

@@ -49,6 +49,11 @@ class ReplyRequirements:
         if self.max_reply_bytes is not None:
             Parameter("max_reply_bytes", 1, ge=1).check(self.max_reply_bytes)
 
+    @property
+    def skips_diverged(self) -> bool:
+        """Whether updates of diverged training are skipped. A number as `max_norm` replaces this check."""
+        return self.max_norm in (None, AUTO)
+
 
 @dataclass(frozen=True)
 class TrainReply:

@@ -28,8 +28,8 @@ MAX_COUNTER_STEP = 10**9  # in one round: more batches than a client trains
 MAX_BUFFER = 1e15  # of a running statistic: squares of it stay finite in float32
 
 NORM_FACTOR = 10.0  # times the cohort's median: a norm above that is warned of, and left out with max_norm="auto"
-# An update that is longer than these allow is that of a training that has diverged. A new site may move much further than sites
-# that have nothing left to learn, but not by several times the model itself.
+# An update that is longer than these allow is that of a training that has diverged, unless the operator sets `max_norm`. A new
+# site may move much further than sites that have nothing left to learn, but not by several times the model itself.
 DIVERGED_FACTOR = 1000.0  # times the median of the others', or times the model's norm
 DIVERGED_SHARE = 10.0  # at least so many times the model's norm
 SMALLEST_ENTRY = 0.1  # the norm of a model that starts near zero counts as if its entries were of this size
@@ -73,9 +73,12 @@ def find_counter_jump(name: str, sent: NDArray[Any], received: NDArray[Any]) -> 
 def find_far_norms(norms: Mapping[str, float], factor: float = NORM_FACTOR) -> dict[str, str]:
     """Return the clients whose norm is far above the median of the cohort's, with the reason.
 
+    Norms that are not finite are left out: the aggregator names these clients.
+
     >>> find_far_norms({"a": 1.0, "b": 2.0, "c": 50.0})
     {'c': 'norm 50, 25 times the median of this round'}
     """
+    norms = {client: norm for client, norm in norms.items() if math.isfinite(norm)}
     ordered = sorted(norms.values())
     median = ordered[(len(ordered) - 1) // 2] if len(ordered) >= MIN_NORMS else 0.0
     return {
@@ -94,7 +97,8 @@ def find_diverged(norms: Mapping[str, float], model: Tensor) -> dict[str, str]:
 
     >>> model = torch.full((64,), 10.0)
     >>> print(find_diverged({"a": 1.0, "b": 2.0, "c": 5e4}, model)["c"])
-    its training has diverged: its update has norm 5e+04, 5e+04 times the median of the others', and that of the model is 80
+    its training has diverged: its update has norm 5e+04, the median of the others is 1,
+    the model's norm 80; max_norm sets another limit
     >>> find_diverged({"a": 1e-6, "b": 1e-6, "newcomer": 50.0}, model)
     {}
     """
@@ -108,18 +112,19 @@ def find_diverged(norms: Mapping[str, float], model: Tensor) -> dict[str, str]:
     for client in suspects:
         norm, median = norms[client], medians[client]
         if norm > max(DIVERGED_SHARE * reference, DIVERGED_FACTOR * min(median, reference)):
-            ratio = f"{norm / median:.3g} times the median of the others', " if median else ""
+            others = f"the median of the others is {median:.3g}, " if len(norms) > 1 else ""
             reasons[client] = (
-                f"its training has diverged: its update has norm {norm:.4g}, {ratio}and that of the model is {model_norm:.3g}"
+                f"its training has diverged: its update has norm {norm:.4g}, {others}the model's norm {model_norm:.3g}; "
+                "max_norm sets another limit"
             )
     return reasons
 
 
 def _find_median_of_others(ordered: Sequence[float], norm: float) -> float:
-    """Return the lower median of sorted norms without this one; 0 if there is no other."""
-    others, middle = len(ordered) - 1, (len(ordered) - 2) // 2
-    if not others:
-        return 0.0
+    """Return the lower median of sorted norms without this one; infinity if there is no other."""
+    if len(ordered) == 1:
+        return math.inf
+    middle = (len(ordered) - 2) // 2
     return ordered[middle if middle < bisect_left(ordered, norm) else middle + 1]
 
 

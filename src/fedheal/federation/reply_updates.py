@@ -155,10 +155,13 @@ class UpdateWriter:
 
 
 class ReplyUpdates(Updates):
-    """The updates in these replies, one row per client."""
+    """The updates in these replies, one row per client. With `skips_diverged`, those of diverged training are found."""
 
-    def __init__(self, replies: Mapping[str, TrainReply], model: Packed, writer: UpdateWriter) -> None:
+    def __init__(
+        self, replies: Mapping[str, TrainReply], model: Packed, writer: UpdateWriter, skips_diverged: bool
+    ) -> None:
         self._replies, self._model, self._writer = list(replies.values()), model, writer
+        self._skips_diverged = skips_diverged
         self._norms: dict[str, float] | None = None
         wide = Packed(model.params, widen_bfloat16(model.buffers), model.counters)
         extras = [read_extras(writer.layout, reply.arrays, wide) for reply in self._replies]
@@ -194,7 +197,7 @@ class ReplyUpdates(Updates):
 
     def find_diverged_rows(self) -> dict[int, str]:
         """Return the rows of clients whose training has diverged, with the reason."""
-        diverged = find_diverged(self.norms, self._model.params)
+        diverged = find_diverged(self.norms, self._model.params) if self._skips_diverged else {}
         return {row: diverged[client] for row, client in enumerate(self.clients) if client in diverged}
 
     def average_rows(self, rows: Integers, weights: Floats) -> Tensor | None:

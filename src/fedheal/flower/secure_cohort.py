@@ -39,7 +39,9 @@ class ScalarCohortBuilder(CohortBuilder[ReceivedReply]):
                 missing += [error.needed] if isinstance(error, MissingRequirement) else []
         missing_requirement = missing[0] if missing and not replies else None
         norms = {client: math.sqrt(reply.metrics[DISTANCE]) for client, reply in replies.items()}
-        too_long = self._find_too_long(norms) | find_diverged(norms, state.model.params)
+        too_long = self._find_too_long(norms)
+        if self.requirements.skips_diverged:
+            too_long |= find_diverged(norms, state.model.params)
         if self.layout.sizes().buffers:
             buffer_norms = {client: reply.metrics[BUFFER_NORM] for client, reply in replies.items()}
             too_long |= find_far_buffers(buffer_norms, float(state.model.buffers.double().norm()))

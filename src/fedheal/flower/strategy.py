@@ -58,8 +58,8 @@ class FairStrategy(Strategy):
 
     A client whose reply is bad is skipped, counted and logged, and the run continues. A reply is bad if it is an error
     or a second reply, or if its names or shapes are wrong. So is a reply with NaN, with a number of examples that is
-    not positive or above `max_examples`, or with an update longer than `max_norm`. A newcomer counts from its first
-    reply. A client that leaves keeps its history.
+    not positive or above `max_examples`, with an update longer than `max_norm`, or of a training that has diverged. A
+    newcomer counts from its first reply. A client that leaves keeps its history.
 
     Args:
         method: An `Aggregator`, a `Method`, or a name such as "fedprox+fedheal:tau=0.4"; local terms need our client.
@@ -78,7 +78,8 @@ class FairStrategy(Strategy):
         evaluate_every: Evaluate every so many rounds, and in the last.
         clients: How many clients there are (for SCAFFOLD, FedDyn); by default all that ever took part or are connected.
         max_examples: The largest number of examples that a reply may give.
-        max_norm: The largest norm of an update. None means any, "auto" ten times the round's median.
+        max_norm: The largest norm of an update; "auto" is ten times the round's median. Without a number, updates of
+            diverged training are skipped.
         max_reply_bytes: The most bytes of arrays in a reply; by default derived from the model's size.
         budget: Bytes of updates held in memory; more goes to a temporary file.
         server: The server optimiser, such as `Server("adam")`; by default that of the method, as in "fedheal+fedadam".

@@ -26,7 +26,8 @@ class FairController(ModelController):  # type: ignore[misc]
 
     A site whose reply is bad is skipped, counted and logged by name, and the job continues. A reply is bad if the
     script raised an exception, or if its names or shapes are wrong. So is a reply with NaN, with a number of examples
-    that is not positive or above `max_examples`, or with an update longer than `max_norm`.
+    that is not positive or above `max_examples`, with an update longer than `max_norm`, or of a training that has
+    diverged.
 
     Args:
         method: The method's name, such as "fedheal:tau=0.4".
@@ -45,7 +46,8 @@ class FairController(ModelController):  # type: ignore[misc]
         server: The server optimiser, such as `{"optimizer": "adam", "lr": 0.01}`; by default that of the method, as in
             "fedheal+fedadam".
         max_examples: The largest number of examples that a reply may give.
-        max_norm: The largest norm of an update. None means any, "auto" ten times the round's median.
+        max_norm: The largest norm of an update; "auto" is ten times the round's median. Without a number, updates of
+            diverged training are skipped.
         budget: Bytes of updates held in memory; more goes to a temporary file.
         persistor_id, task_check_period: As in NVFLARE.
 
