@@ -112,6 +112,16 @@ def test_two_drop_outs_after_the_weights_were_sent_leave_the_others_weights(site
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", [Stage.SETUP, Stage.COLLECT_MASKED_VECTORS])
+def test_a_drop_out_counts_against_the_threshold_and_not_against_min_replies(stage):
+    strict, lenient = (run(make_grid(4, {1: stage}), min_replies=number) for number in (4, 2))
+    assert set(strict.history[0].report["skipped"]) == {"partition-1"}
+    assert set(strict.history[0].weights) == {"partition-0", "partition-2", "partition-3"}
+    assert torch.equal(strict.state.model.params, lenient.state.model.params)
+    assert not torch.equal(strict.state.model.params, record_to_model(LAYOUT, START).params)
+
+
+@pytest.mark.slow
 def test_below_the_threshold_the_model_stays_and_the_next_round_works():
     grid = make_grid(4, dict.fromkeys((0, 1, 3), Stage.COLLECT_MASKED_VECTORS))
     strategy = SecureFedHEAL(tau=TAU, fraction_evaluate=0.0)

@@ -69,6 +69,14 @@ def test_an_extreme_number_of_examples_is_skipped_and_leaves_the_others_sum(exam
     assert record.report["secure_sum"]["clients"] == 3
 
 
+def test_a_client_that_is_left_out_before_the_sum_counts_against_min_replies():
+    strategy = run({"num-examples": 1e11}, fael=False, max_examples=1e12, min_replies=4)
+    skipped = strategy.history[0].report["skipped"]
+    assert "too far from it for a secure sum" in skipped["partition-0"]
+    assert skipped["partition-1"] == "this round has only 3 usable replies, fewer than min_replies = 4"
+    assert torch.equal(strategy.state.model.params, record_to_model(LAYOUT, START).params)
+
+
 @pytest.mark.parametrize("value", [0.0, 5e-324, 100.0])
 def test_a_buffer_norm_within_the_bound_counts_and_costs_no_precision_that_matters(value):
     strategy = run({"buffer-norm": value})

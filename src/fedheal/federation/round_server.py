@@ -79,7 +79,8 @@ class RoundServer(Generic[K, R, O]):
     _empty_rounds: list[Collection[int | str]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self.aggregator = replace(self.aggregator, on_bad_update="skip", min_updates=self.settings.min_replies)
+        min_updates = max(self.aggregator.min_updates, self.settings.min_replies)
+        self.aggregator = replace(self.aggregator, on_bad_update="skip", min_updates=min_updates)
 
     @property
     def has_begun(self) -> bool:
@@ -156,6 +157,10 @@ class RoundServer(Generic[K, R, O]):
         is_conclusive = len(replies) >= max(len(self.current.asked), min(2, self.current.num_connected))
         if cohort.missing_requirement and is_conclusive and not self.clients.accepted:
             raise ValueError(f"'{self.name}' needs {cohort.missing_requirement}")
+        return self.skip_small_cohort(cohort)
+
+    def skip_small_cohort(self, cohort: Cohort) -> Cohort:
+        """Return the cohort, or one with every client skipped if it has fewer than `min_replies`."""
         usable, needed = len(cohort.updates.clients), self.settings.min_replies
         if usable >= needed:
             return cohort

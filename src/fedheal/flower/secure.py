@@ -140,6 +140,9 @@ class SecureStrategy(FairStrategy):
         if not cohort.updates.clients:
             return cohort
         cohort = leave_out(cohort, find_extreme_weights(self._weigh(cohort.updates)))
+        cohort = self.rounds.skip_small_cohort(cohort)
+        if not cohort.updates.clients:
+            return cohort
         clients = {reply.node: reply.client for reply in valid if reply.client in cohort.replies}
         failure, dropped = "", {}
         try:
@@ -194,7 +197,9 @@ class SecureStrategy(FairStrategy):
     def _weigh(self, updates: Updates) -> dict[str, float]:
         """Return the clients' weights in this round; the state stays as it is."""
         state = self.rounds.state
-        weighed = replace(self.rounds.aggregator, reduce=_keep_model).apply(state.model, updates, state.aggregator)
+        # Sites may drop out of the sum: `threshold` says how many must stay, and not `min_replies`.
+        aggregator = replace(self.rounds.aggregator, reduce=_keep_model, min_updates=1)
+        weighed = aggregator.apply(state.model, updates, state.aggregator)
         return dict(zip(updates.clients, weighed.weights.tolist(), strict=True))
 
     def _make_step(self, cohort: Cohort) -> ServerStep:
@@ -202,10 +207,8 @@ class SecureStrategy(FairStrategy):
         if self._sums is None:
             return step
         stage = _fix_weights(step.aggregator.stage, self._sums.weights)
-        return replace(
-            step,
-            aggregator=replace(step.aggregator, stage=stage, reduce=make_summed_mean(self._sums, self.rounds.layout)),
-        )
+        reduce_sums = make_summed_mean(self._sums, self.rounds.layout)
+        return replace(step, aggregator=replace(step.aggregator, stage=stage, reduce=reduce_sums, min_updates=1))
 
 
 def make_summed_mean(sums: SecureSums, layout: Layout) -> Reducer:
