@@ -298,8 +298,8 @@ def test_a_device_that_cannot_be_used_is_answered_with_those_that_can(monkeypatc
 def test_a_wrong_folder_or_callback_is_a_sentence():
     with pytest.raises(TypeError, match="out is an int: give the path of the run folder"):
         fedheal.run(quick(), out=3)
-    for wrong in (len, [len]):  # Ray replaces `print`
-        with pytest.raises(
-            TypeError, match=r"callbacks is a builtin_function_or_method: give a list of fedheal\.Callback"
-        ):
-            fedheal.run(quick(), callbacks=wrong)
+    used_up = (callback for callback in [fedheal.Callback()])  # by the check, so that the run would call none
+    wrong = {"builtin_function_or_method": len, "Callback": fedheal.Callback(), "generator": used_up}
+    for name, callbacks in [*wrong.items(), ("builtin_function_or_method", [len])]:  # Ray replaces `print`
+        with pytest.raises(TypeError, match=rf"callbacks is a {name}: give a list of fedheal\.Callback"):
+            fedheal.run(quick(), callbacks=callbacks)

@@ -6,7 +6,7 @@ import logging
 import platform
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from os import PathLike
@@ -167,7 +167,7 @@ def _check_arguments(
         raise ValueError("resume = True, but out is None: give the run folder as out, or leave out resume")
     if experiment.workers > 1 and experiment.engine != "ray":
         check_main_guard("workers", experiment.workers)
-    check_type("callbacks", callbacks, Iterable, "give a list of fedheal.Callback values")
+    check_type("callbacks", callbacks, Collection, "give a list of fedheal.Callback values")
     for callback in callbacks:
         check_type("callbacks", callback, Callback, "give a list of fedheal.Callback values")
 
