@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -51,6 +52,15 @@ def test_components_of_methods_and_of_their_difference() -> None:
     (first, *_), names = flatten_components(decompose_rows(CROSSED)), {"fedavg", "fedheal"}
     assert first["column"] == "AVG"
     assert {record["method"] for record in flatten_components(decompose_rows(CROSSED))} == names
+
+
+def test_runs_on_other_data_are_not_subtracted() -> None:
+    *others, last = CROSSED
+    assert last.method == "fedheal"
+    moved = replace(last, summaries=({**last.summaries[0], "used_fingerprint": "other"},))
+    rows = [replace(row, summaries=({**row.summaries[0], "used_fingerprint": "usual"},)) for row in others]
+    assert {line.title for line in decompose_rows([*rows, moved])} == {"fedavg", "fedheal"}
+    assert {line.title for line in decompose_rows([*rows, last])} == {"fedavg", "fedheal", "fedheal less fedavg"}
 
 
 def test_a_report_shows_them_and_tests_nothing() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedheal.analysis.variance import Component, Decomposition, estimate_components, get_sd_range
-from fedheal.report.comparability import choose_reference
+from fedheal.report.comparability import choose_reference, select_comparable
 from fedheal.report.rows import FAIRNESS_COLUMNS, Row, Seeds
 from fedheal.report.seed_levels import count_independent, count_levels, list_seeds
 
@@ -40,14 +40,16 @@ def decompose_rows(rows: Sequence[Row], reference: str | None = None) -> list[Co
         reference: The method that is subtracted from the others; FedAvg or the first by default.
 
     Returns:
-        Lines for AVG, STD, worst and each domain; none if no seeds are crossed.
+        Lines for AVG, STD, worst and each domain; none if no seeds are crossed. Runs on different data are not subtracted.
     """
     reference = choose_reference(rows, reference)
+    comparable = {(row.method, row.seeds) for row in select_comparable(rows, reference)}
     complete = {m: seeds for m, seeds in list_seeds(rows).items() if _is_complete(seeds)}
     by_seeds = {(row.method, row.seeds): row for row in rows}
     lines = []
     for method, seeds in complete.items():
-        is_paired = method != reference and set(complete.get(reference, ())) == set(seeds)
+        pairs = {(name, key) for name in (method, reference) for key in seeds}
+        is_paired = method != reference and set(complete.get(reference, ())) == set(seeds) and pairs <= comparable
         for other in ("", reference)[: 1 + is_paired]:
             for column in (*FAIRNESS_COLUMNS, *rows[0].domains):
                 values = [by_seeds[method, key].get_value(column) for key in seeds]
