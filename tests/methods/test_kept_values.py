@@ -46,23 +46,36 @@ def test_a_slot_that_is_the_module_s_own_tensor_stays_as_its_client_left_it() ->
 
 
 class KeepReceived(Term):
+    """Starts between the model that comes and those that it kept."""
+
+    def prepare(self, ctx, start):
+        kept = ctx.slot or {"received": start.params, "local": start.params}
+        return replace(start, params=0.5 * start.params + 0.25 * (kept["received"] + kept["local"]))
+
     def finish(self, ctx, local):
         return {"received": ctx.received.params, "local": local.params}, {"local": local.params}
 
 
 class ShareModel(Term):
+    """Moves to the mean of this round's model and those that it kept."""
+
     def init(self, layout):
-        return {"model": torch.zeros(layout.sizes().params)}
+        return {name: torch.zeros(layout.sizes().params) for name in ("model", "before")}
 
     def absorb(self, before, aggregated, messages, shared, ctx):
-        return aggregated, {"model": aggregated.params, "before": before.params}
+        mean = 0.5 * aggregated.params + 0.25 * (shared["model"] + shared["before"])
+        return replace(aggregated, params=mean), {"model": mean, "before": before.params}
 
 
 def keep_models() -> Stage:
+    """Return a stage whose weights depend on the models that it kept."""
+
     def apply(draft, state):
         assert draft.model is not None
-        weights = replace(draft, weights=draft.num_examples)
-        return weights, KeptModels(state.rounds + 1, draft.model.params, draft.model.params)
+        sums = np.array([state.first.abs().sum().item(), state.second.abs().sum().item()])
+        weights = draft.num_examples + np.resize(sums, len(draft.rows))
+        after = KeptModels(state.rounds + 1, draft.model.params, draft.model.params)
+        return replace(draft, weights=weights), after
 
     return Stage(lambda layout: KeptModels(0, torch.zeros(1), torch.zeros(1)), apply)
 
