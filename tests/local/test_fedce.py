@@ -180,11 +180,13 @@ def test_fedce_gives_more_weight_to_whom_the_others_cannot_replace() -> None:
     assert math.isclose(sum(new_weights), 1.0)
 
 
-def test_parallel_updates_count_alike_whatever_their_rounding_errors() -> None:
+@pytest.mark.parametrize("scales", [(1.0, 2.0, 3.0), (1.0, 1000.0, 0.001), (1.0, 1e6, 1e-6)])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_parallel_updates_count_alike_however_far_they_go(scales: tuple[float, ...], dtype: type) -> None:
     """All cosines are 1, so 1 - cos is a rounding error, and its shares would be weights."""
     direction = np.random.default_rng(0).normal(size=50)
     weights = AggregatorRounds(Aggregator(fedce_stage()), 50)
-    deltas = [(scale * direction).tolist() for scale in (1.0, 2.0, 3.0)]
+    deltas = [(scale * direction).astype(dtype).tolist() for scale in scales]
     zeros = {"accuracy_without": [0.0] * 3, "measured_rounds": [0] * 3}
     assert weights("abc", deltas, **zeros) == pytest.approx([1 / 3] * 3)
 

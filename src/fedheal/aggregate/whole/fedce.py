@@ -28,7 +28,7 @@ from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.core.state import State, expect
 
 FLOOR = 1e-3
-ROUNDING = 1e-12  # of a cosine: parallel updates contribute alike, whatever their rounding errors
+ROUNDING = 1e-12  # more than the rounding error of a cosine: updates that are parallel up to that contribute alike
 FEDCE_MODE = Parameter(
     "mode", "times", "times or plus: how both contributions combine", "Jiang et al. 2023", choices=("times", "plus")
 )
@@ -70,10 +70,11 @@ def fedce_stage(mode: str = FEDCE_MODE.default) -> Stage:
 
 def cosines_to_others(gram: Floats, e: Floats) -> Floats:
     """Return `cos(D_m, sum_{j != m} e_j D_j)` from inner products; 0 where one of the two does not move."""
-    with_sum = gram @ e
+    # A row per client with 0 for itself. To subtract its part from the sum over all clients would cancel digits.
+    weights = np.where(np.eye(len(e), dtype=bool), 0.0, e)
     own = np.diag(gram)
-    to_others = with_sum - e * own
-    others = e @ gram @ e - 2 * e * with_sum + e**2 * own
+    to_others = (weights * gram).sum(axis=1)
+    others = ((weights @ gram) * weights).sum(axis=1)
     scale = np.sqrt(np.maximum(own, 0) * np.maximum(others, 0))
     return np.asarray(np.divide(to_others, scale, out=np.zeros_like(own), where=scale > 0))
 
