@@ -210,9 +210,7 @@ class _Work:
     prepare: Prepare
     common: Any  # a reference
     jobs: Sequence[Any]
-    queues: dict[_Actor | None, deque[int]] = field(
-        default_factory=dict
-    )  # those left, by the actor that has the examples
+    queues: dict[_Actor | None, deque[int]] = field(default_factory=dict)  # open jobs, by the actor with the examples
     losses: Counter[int] = field(default_factory=Counter)  # how many actors were lost while they did a job
 
     def choose_job(self, actor: _Actor) -> int | None:

@@ -38,9 +38,7 @@ class Cohort:
     missing_requirement: str | None = None  # what the method needs, if no reply has it
     message_digests: dict[str, str] = field(default_factory=dict)  # by client; of their names, shapes and dtypes
     get_norms: Callable[[], Mapping[str, float]] = dict  # of all updates that could be read
-    far_extras: Mapping[str, str] = field(
-        default_factory=dict
-    )  # clients with far buffers, messages or metrics, and how far
+    far_extras: Mapping[str, str] = field(default_factory=dict)  # how far a client's buffers, messages or metrics are
 
     def find_far_norms(self) -> dict[str, str]:
         """Return the clients that count, although far from the others, and how far.

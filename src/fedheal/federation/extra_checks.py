@@ -54,9 +54,8 @@ def _find_bad_buffer(entry: Entry, values: NDArray[Any], sent: NDArray[Any]) -> 
         return f"its '{entry.name}' holds a negative variance"
     with np.errstate(over="ignore"):  # a wider float may hold what float64 does not
         sizes = np.abs(view_flat(values).astype(np.float64))
-    most = np.maximum(
-        np.abs(sent.astype(np.float64)), MAX_BUFFER
-    )  # a constant, such as a mask of huge numbers, may stay
+    # A constant may stay, such as a mask of huge numbers.
+    most = np.maximum(np.abs(sent.astype(np.float64)), MAX_BUFFER)
     beyond = sizes[(sizes > most) & np.isfinite(sizes)]
     return f"its '{entry.name}' holds {beyond.max():g}, beyond {MAX_BUFFER:g}" if beyond.size else None
 

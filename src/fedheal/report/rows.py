@@ -122,9 +122,8 @@ def _suggest_folder(path: Path) -> str:
     similar = sorted(map(str, path.parent.glob(f"{glob.escape(path.name)}*"))) if path.name else []
     if similar:
         return f"did you mean {similar[0]}?"
-    files = (
-        file for depth in ("", "*/") for file in path.parent.glob(f"*/{depth}result.json")
-    )  # no deeper: it may be /
+    patterns = ("*/result.json", "*/*/result.json")  # no deeper: it may be /
+    files = (file for pattern in patterns for file in path.parent.glob(pattern))
     others = sorted({str(path.parent / file.relative_to(path.parent).parts[0]) for file in files})
     if others:
         return f"folders with finished runs are {shorten_list(others, MAX_SUGGESTED)}"
