@@ -601,13 +601,23 @@ def test_a_metric_that_is_needed_and_not_there_is_the_callers_mistake():
 def test_a_metric_that_cannot_be_is_that_clients_flaw():
     for name, value, needed in (
         ("loss", -0.5, "not be negative"),
-        ("reach", 0.0, "be positive"),
-        ("lr", -1.0, "be positive"),
+        ("accuracy_without", -0.5, "not be negative"),
+        ("reach", 0.0, "be at least 1e-100"),
+        ("reach", 1e-200, "be at least 1e-100"),
+        ("lr", -1.0, "be at least 1e-100"),
     ):
         updates = make_updates(metrics={name: [1, value, 2]})
         with pytest.raises(BadUpdate, match=f"client 'b': its metric '{name}' must {needed}, got {value:g}"):
             run(make_needing_aggregator(name), updates)
     run(make_needing_aggregator("loss"), make_updates(metrics={"loss": [1, 0, 2]}))
+
+
+@pytest.mark.parametrize("variant", ["paper", "released"])
+def test_the_smallest_reach_leaves_weights_finite(variant):
+    updates = make_updates(metrics={"reach": [1.0, 1e-100, 2.0]})
+    out = run(fedheal(per_step=True, variant=variant), updates)
+    assert out.report["skipped"] == {}
+    assert out.weights.isfinite().all()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -272,6 +272,16 @@ def test_metrics_far_from_the_others_are_warned_of_and_left_out_if_asked(method,
     assert torch.equal(bounded.state.model.params, run_without_reply(method)[0])
 
 
+@pytest.mark.parametrize("value", [1e-165, 1e-320])
+@pytest.mark.parametrize("max_norm", [None, "auto"])
+@pytest.mark.parametrize("method", ["qffl", "fedheal:per_step=true", "fedheal:per_step=true,variant=released"])
+def test_a_metric_that_cannot_be_divided_by_costs_its_client_the_round(method, max_norm, value):
+    strategy, name = run_with_bad_replies(set_metric("reach", value), method, max_norm=max_norm)
+    assert "reach" in strategy.history[1].report["skipped"][name]
+    assert strategy.history[2].weights[name] > 0
+    assert torch.equal(strategy.state.model.params, run_without_reply(method)[0])
+
+
 def test_a_loss_is_not_far_because_the_other_sites_have_nothing_left_to_learn():
     others = {"a": 1e-6, "b": 1e-6, "c": 1e-6}
     assert find_far_metrics("loss", others | {"newcomer": 900.0}) == {}

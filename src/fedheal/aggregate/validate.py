@@ -16,8 +16,9 @@ import torch
 from fedheal.core.layout import Sizes
 from fedheal.core.updates import FLOATS, Updates
 
-NOT_NEGATIVE = frozenset({"loss", "train_loss"})
+NOT_NEGATIVE = frozenset({"loss", "train_loss", "accuracy_without"})
 POSITIVE = frozenset({"steps", "lr", "reach"})
+SMALLEST_POSITIVE = 1e-100  # methods divide by the square, which must stay finite
 NON_FINITE = "its update holds NaN, infinity or numbers too large to square"
 NON_FINITE_BUFFERS = "its buffers hold NaN or infinity"
 
@@ -89,8 +90,8 @@ def find_bad_updates(updates: Updates, sizes: Sizes, needs: frozenset[str]) -> d
                 reasons.setdefault(row, f"its metric '{name}' is {value}")
             elif value < 0 and name in NOT_NEGATIVE:
                 reasons.setdefault(row, f"its metric '{name}' must not be negative, got {value:g}")
-            elif value <= 0 and name in POSITIVE:
-                reasons.setdefault(row, f"its metric '{name}' must be positive, got {value:g}")
+            elif value < SMALLEST_POSITIVE and name in POSITIVE:
+                reasons.setdefault(row, f"its metric '{name}' must be at least {SMALLEST_POSITIVE:g}, got {value:g}")
     return reasons
 
 
