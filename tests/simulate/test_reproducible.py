@@ -112,3 +112,16 @@ def test_runs_in_several_threads_give_what_they_give_alone() -> None:
     alone = [train(experiment) for experiment in experiments]
     with ThreadPoolExecutor(len(experiments)) as pool:
         assert list(pool.map(train, experiments)) == alone
+
+
+def test_neither_loading_data_nor_a_model_disturbs_a_run_in_another_thread(tmp_path: Path) -> None:
+    experiment = quick(model="tiny_data:dropout", rounds=4)
+    alone = get_model_bytes(fedheal.run(experiment, tmp_path / "run", progress=False).model)
+    loading = quick(model="tiny_data:dropout", data="tiny_data:load_with_seed")
+    with ThreadPoolExecutor(3) as pool:
+        training = pool.submit(fedheal.run, experiment, progress=False)
+        others = [pool.submit(fedheal.run, loading, progress=False) for _ in range(2)]
+        while not training.done():
+            fedheal.load(tmp_path / "run")
+        assert [other.exception() for other in others] == [None, None]
+    assert get_model_bytes(training.result().model) == alone

@@ -5,6 +5,7 @@ examples (the last, smaller batch included), and returns what it changed. Terms 
 and at the end.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from fedheal.local.term import Arrays, Batch, Context, NotCapturableError, Term,
 
 __getattr__ = warn_of_renames(__name__, {"Bench": "LocalTraining", "seeded": "use_seed"})
 
+GENERATORS = threading.RLock()  # held while torch's global generators are seeded: all threads have the same ones
 Shared = tuple[Arrays, ...]  # the shared values of each term
 
 EVALUATE_BATCH = 512
@@ -452,8 +454,8 @@ def join_on_gpu(splits: Sequence[Split]) -> Split | None:
 
 @contextmanager
 def use_seed(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's global generators for the context and restore them afterwards."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    """Seed torch's global generators for the context and restore them afterwards. Other threads wait."""
+    with GENERATORS, torch.random.fork_rng([device] if device.type == "cuda" else []):
         if torch.cuda.is_available() or device.type != "cpu":
             torch.manual_seed(seed)
         else:  # the same numbers; `torch.manual_seed` formats a stack trace for a GPU that may come later

@@ -102,7 +102,10 @@ def run(
     callbacks: Sequence[Callback] = (),
     progress: bool | None = None,
 ) -> Result:
-    """Run an experiment. Runs in several threads of a process wait for each other; processes run side by side.
+    """Run an experiment.
+
+    Runs in several threads of a process wait for each other, so a callback must not wait for a run in another thread.
+    Processes run side by side.
 
     Args:
         experiment: The description of the run.
@@ -119,10 +122,10 @@ def run(
     """
     _check_arguments(experiment, out, resume, callbacks)
     device = resolve_device(experiment.device)
-    domains = load_domains(experiment)
     folder = None if out is None else Path(out)
     check_engine(device, experiment.engine, experiment.workers, experiment.threads, experiment.ray_address)
     with ONE_RUN, ExitStack() as stack:
+        domains = load_domains(experiment)  # a user's function may draw from torch's generators
         stack.enter_context(_use_threads(experiment.threads))
         precision = resolve_precision(experiment.precision, device)
         stack.enter_context(use_precision(precision, experiment.deterministic, device))
