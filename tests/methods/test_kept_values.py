@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,14 @@ def test_so_are_those_of_messages_and_of_the_server(hook: str) -> None:
         fedheal.run(quick(method=method), progress=False)
 
 
+def test_hooks_may_be_called_by_name() -> None:
+    aggregated = Packed(*(torch.zeros(2) for _ in range(3)))
+    given = {"before": aggregated, "aggregated": aggregated, "messages": [], "shared": {}, "ctx": None}
+    model, shared = KeepNumber("absorb", torch.ones(2)).absorb(**given)
+    assert model is aggregated
+    assert torch.equal(shared["x"], torch.ones(2))
+
+
 @dataclass(frozen=True)
 class WithoutKind(State):
     rounds: int
@@ -157,12 +165,34 @@ class HoldsList(State, kind="holds-list"):
     values: list[int]
 
 
+@dataclass(frozen=True)
+class HasNumbersAsKeys(State, kind="numbers-as-keys"):
+    values: Mapping[int, float]
+
+
+def make_local_state() -> State:
+    @dataclass(frozen=True)
+    class Inner:
+        rounds: int
+
+    @dataclass(frozen=True)
+    class Outer(State, kind="refers-to-a-local-class"):
+        inner: Inner
+
+    return Outer(Inner(0))
+
+
 @pytest.mark.parametrize(
     ("state", "why"),
     [
         (WithoutKind(0), r"its state WithoutKind has no kind: declare class WithoutKind\(State, kind='...'\)"),
         (NumpyScalar(np.float64(1)), "its state cannot be saved and read again: .*'value' must be float64, got 1.0"),
         (HoldsList([1]), "its state cannot be saved and read again: a state holds a list in 'values'"),
+        (
+            HasNumbersAsKeys({1: 2.0}),
+            "cannot be saved and read again: a state holds the key 1 in 'values': only strings",
+        ),
+        (make_local_state(), "cannot be saved and read again: name 'Inner' is not defined"),
         (3, "must return a State, got an? int"),
     ],
 )

@@ -91,7 +91,7 @@ def _check_saveable(part: str, state: Any) -> None:
         raise CustomPartError(f"{part}: its state {name} has no kind: declare class {name}(State, kind='...')")
     try:
         _rebuild(*state.to_arrays())
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, NameError) as error:  # the last for a class that is local to a function
         raise CustomPartError(f"{part}: its state cannot be saved and read again: {error}") from None
 
 

@@ -191,6 +191,8 @@ def _flatten(value: Any, path: str, arrays: dict[str, Tensor]) -> Any:
     if isinstance(value, tuple):
         return [_flatten(item, _join(path, i), arrays) for i, item in enumerate(value)]
     if isinstance(value, Mapping):
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"a state holds the key {wrong[0]!r} in '{path}': only strings can be saved")
         # A key may hold any character. Only that of a tensor, which nothing follows, can be part of a path.
         return {
             key: _flatten(item, _join(path, key if isinstance(item, Tensor) else i), arrays)

@@ -8,6 +8,7 @@ Slots, messages and shared values are tensors by name. They are passed in and ou
 
 import copy
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -219,7 +220,8 @@ def _frame_hook(name: str, key: str, hook: Callable[..., Any]) -> Callable[..., 
                     _check_loss(name, returned)
                 elif key in RETURNS:
                     check_returned(f"{name_part('term', name)}: {key}", returned, *RETURNS[key])
-                    return _keep_returned(name, key, returned, args)
+                    given = inspect.signature(hook).bind(self, *args, **kwargs).args[1:] if kwargs else args
+                    return _keep_returned(name, key, returned, given)
             return returned
         except (torch.OutOfMemoryError, NotCapturableError, CustomPartError):  # for the engine
             raise
