@@ -54,13 +54,21 @@ def test_components_of_methods_and_of_their_difference() -> None:
     assert {record["method"] for record in flatten_components(decompose_rows(CROSSED))} == names
 
 
+def change_data(row: Row, fingerprint: str) -> Row:
+    return replace(row, summaries=({**row.summaries[0], "used_fingerprint": fingerprint},))
+
+
 def test_runs_on_other_data_are_not_subtracted() -> None:
-    *others, last = CROSSED
-    assert last.method == "fedheal"
-    moved = replace(last, summaries=({**last.summaries[0], "used_fingerprint": "other"},))
-    rows = [replace(row, summaries=({**row.summaries[0], "used_fingerprint": "usual"},)) for row in others]
-    assert {line.title for line in decompose_rows([*rows, moved])} == {"fedavg", "fedheal"}
-    assert {line.title for line in decompose_rows([*rows, last])} == {"fedavg", "fedheal", "fedheal less fedavg"}
+    usual = [change_data(row, "usual") for row in CROSSED]
+    moved = [change_data(row, "other") if row.method == "fedheal" else row for row in usual]
+    assert {line.title for line in decompose_rows(usual)} == {"fedavg", "fedheal", "fedheal less fedavg"}
+    assert {line.title for line in decompose_rows(moved)} == {"fedavg", "fedheal"}
+
+
+def test_a_method_whose_own_runs_of_one_split_are_on_other_data_has_no_components() -> None:
+    first, *rows = [change_data(row, "usual") for row in CROSSED]
+    assert first.method == "fedavg"
+    assert {line.title for line in decompose_rows([change_data(first, "other"), *rows])} == {"fedheal"}
 
 
 def test_a_report_shows_them_and_tests_nothing() -> None:

@@ -40,11 +40,19 @@ def decompose_rows(rows: Sequence[Row], reference: str | None = None) -> list[Co
         reference: The method that is subtracted from the others; FedAvg or the first by default.
 
     Returns:
-        Lines for AVG, STD, worst and each domain; none if no seeds are crossed. Runs on different data are not subtracted.
+        Lines for AVG, STD, worst and each domain; none if no seeds are crossed. Runs on different data are not subtracted, and
+        a method whose own runs of one split are on different data has no lines.
     """
     reference = choose_reference(rows, reference)
     comparable = {(row.method, row.seeds) for row in select_comparable(rows, reference)}
-    complete = {m: seeds for m, seeds in list_seeds(rows).items() if _is_complete(seeds)}
+    same_data = {
+        (row.method, row.seeds) for m in list_seeds(rows) for row in select_comparable(rows, m) if row.method == m
+    }
+    complete = {
+        method: seeds
+        for method, seeds in list_seeds(rows).items()
+        if _is_complete(seeds) and {(method, key) for key in seeds} <= same_data
+    }
     by_seeds = {(row.method, row.seeds): row for row in rows}
     lines = []
     for method, seeds in complete.items():
