@@ -290,3 +290,21 @@ def test_runs_with_other_weights_are_checked_too(tmp_path):
     )
     with pytest.raises(ValueError, match=r"none\.safetensors"):
         check_jobs([plain, wrong])
+
+
+def test_the_cluster_of_every_run_is_checked(tmp_path, monkeypatch):
+    def refuse(address):
+        if address == "10.0.0.2:6379":
+            raise ValueError(f"{address} does not answer")
+
+    monkeypatch.setattr("fedheal.engine.check_reachable", refuse)
+    near, far = (
+        Job(
+            Experiment(data="embedded", model="small_cnn", device="cpu", engine="ray", ray_address=address),
+            tmp_path / name,
+        )
+        for name, address in (("near", "10.0.0.1:6379"), ("far", "10.0.0.2:6379"))
+    )
+    check_jobs([near])
+    with pytest.raises(ValueError, match=r"10\.0\.0\.2:6379 does not answer"):
+        check_jobs([near, far])

@@ -207,6 +207,7 @@ def test_diverged_updates_do_not_vouch_for_each_other():
     model = torch.full((10_000,), 0.5)
     assert find_diverged({"a": 1.0, "b": 1e15, "c": 1e15}, model).keys() == {"b", "c"}
     assert find_diverged({"a": 1e15, "b": 1e15}, model).keys() == {"a", "b"}
+    assert find_diverged({"a": 1.0, "b": 2000.0, "c": 2000.0}, model).keys() == {"b", "c"}
 
 
 @pytest.mark.parametrize("echo", [0.0, 1e-12, 1e-6])

@@ -240,6 +240,7 @@ def test_descriptions_of_terms_are_the_same_in_every_process():
     for name in LOCAL:
         terms = methods.get(name).local
         assert describe_terms(terms) == [repr(term) for term in terms]
+    assert describe_terms(methods.get("fedbn").local) == ["FedBN()"]
     (word,) = describe_terms([Shrinking(0.5, math.sqrt)])
     assert word == "Shrinking(mu=0.5, by=sqrt)"
     first, second = (describe_terms([Shrinking(0.5, lambda x: x)]) for _ in range(2))

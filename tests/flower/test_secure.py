@@ -254,6 +254,15 @@ def test_scalars_that_cannot_be_right_are_rejected(settings, change, reason):
     assert "only 3 usable replies" in strategy.history[0].report["skipped"]["partition-0"]
 
 
+def test_a_number_as_max_norm_replaces_the_check_of_diverged_training():
+    def alter(partition: int, reply: Message) -> None:
+        if partition == 2 and "fedheal.sum" in reply.content.metric_records:
+            reply.content.metric_records["fedheal.sum"].update({"distance": 1e8})
+
+    strategy = run(make_grid(4, change=alter), max_norm=1e5)
+    assert strategy.history[0].weights["partition-2"] > 0
+
+
 @pytest.mark.parametrize(
     "counters", [None, np.zeros(2, np.int64), np.zeros(1), np.array([2**60]), np.array([-(2**63)])]
 )

@@ -110,7 +110,9 @@ class Aggregator:
 
     def __repr__(self) -> str:
         name = getattr(self.reduce, "__qualname__", type(self.reduce).__qualname__)
-        return f"Aggregator({self.stage}, reduce={name}, on_bad_update={self.on_bad_update!r}, kernel={self.kernel!r})"
+        values = {"reduce": name, "on_bad_update": repr(self.on_bad_update), "kernel": repr(self.kernel)}
+        values |= {"min_updates": str(self.min_updates)} if self.min_updates > 1 else {}
+        return f"Aggregator({self.stage}, {', '.join(f'{key}={value}' for key, value in values.items())})"
 
     def init(self, layout: Layout) -> AggregatorState:
         """Return the state before the first round. Raise TypeError if `layout` is no `Layout`."""
