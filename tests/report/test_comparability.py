@@ -167,6 +167,18 @@ def test_a_result_that_is_not_what_a_run_writes_is_refused_by_name(runs, values,
         find_results([runs])
 
 
+def test_the_device_that_a_run_had_is_compared(runs):
+    edit_experiment(runs / "fedavg-0", device='"auto"', precision='"auto"')
+    edit_experiment(runs / "fedavg-1", device='"cpu"', precision='"fp32"')
+    for seed in (0, 1):
+        edit_result(runs / f"fedavg-{seed}", device="cpu", precision="fp32")
+    rows = [row for row in load_rows(runs) if row.method == "fedavg"]
+    assert list_cautions(rows) == []
+    edit_result(runs / "fedavg-1", device="cuda:0")
+    rows = [row for row in load_rows(runs) if row.method == "fedavg"]
+    assert "Settings that differ between runs: device (cpu, cuda)." in list_cautions(rows)[0]
+
+
 def test_a_mean_of_accuracies_of_100_may_be_a_little_more(runs):
     edit_result(runs / "fedavg-1", domains=dict.fromkeys(("mnist", "usps", "svhn", "syn"), 100.00000000000001))
     assert find_results([runs / "fedavg-1"])[0]["domains"]["usps"] > 100

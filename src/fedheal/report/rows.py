@@ -214,11 +214,16 @@ def build_rows(summaries: Iterable[Mapping[str, Any]]) -> list[Row]:
 
 
 def read_settings(summary: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return a run's settings, and whether they are complete: an absent setting of a complete description is not set."""
+    """Return a run's settings, and whether they are complete: an absent setting of a complete description is not set.
+
+    The device and the precision are those that the run had, which its description may leave open by `auto`.
+    """
     folder = Path(str(summary.get("folder", "")))
     for name, is_complete in (("experiment.toml", True), ("federation.toml", False)):
         if (folder / name).is_file():
-            return (LATER_SETTINGS if is_complete else {}) | read_toml(folder / name), is_complete
+            settings = (LATER_SETTINGS if is_complete else {}) | read_toml(folder / name)
+            used = {key: str(summary[key]).partition(":")[0] for key in ("device", "precision") if key in summary}
+            return settings | {key: value for key, value in used.items() if key in settings}, is_complete
     return {key: summary[key] for key in ("method", "data", "seed", "rounds") if key in summary}, False
 
 
