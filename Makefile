@@ -5,7 +5,7 @@
 # make lint   ruff and mypy
 # make bench  the benchmarks
 # make docs   the documentation as a site, into site/html
-# make pictures   the documentation's pictures anew, from runs of this version
+# make pictures   the documentation's pictures anew, from the runs in results/
 # make audit  known vulnerabilities and licences of the locked dependencies, into docs/dependencies.md
 # make dist   wheel, source distribution and SBOM, into dist/; the same bytes every time
 # make dist-check   install both in empty environments and run the demo

@@ -1,7 +1,6 @@
-"""Make the pictures of the documentation from runs of this version: python tools/pictures.py  (make pictures)
+"""Make the pictures of the documentation from the runs in results/: python tools/pictures.py  (make pictures)
 
-The runs are four methods with eight seeds on the embedded digits; finished runs are not run again. One picture shows the runs
-in results/digits. The pictures of the HTML page need Chromium.
+Most pictures show four methods on the embedded digits, and one shows Digits. The pictures of the HTML page need Chromium.
 """
 
 from __future__ import annotations
@@ -9,54 +8,54 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from fedheal.campaign.compare import plan
-from fedheal.campaign.pool import run_all
 from fedheal.report.diagnose import diagnose_run, draw_diagnosis
 from fedheal.report.figures import save_figure, write_figures
 from fedheal.report.html_page import render_page
 from fedheal.report.rows import Row, build_rows, find_results
-from fedheal.runs.folder import read_json, write_text
+from fedheal.runs.folder import write_text
 
-METHODS = ("fedavg", "fedavg+uniform", "fedavg+afl", "fedheal")
-SEEDS = tuple(range(8))
+RESULTS = Path("results")
+EMBEDDED = (RESULTS / "embedded", RESULTS / "confirmation" / "embedded")
+EMBEDDED_METHODS = ("fedavg", "fedavg+uniform", "fedavg+afl", "fedavg+fedheal")
+DIGITS_METHODS = ("fedavg", "fedavg+uniform", "fedavg+fedheal", "fedavg+fedheal:variant=released")
+DIAGNOSED = EMBEDDED[0] / "fedavg-embedded-seed8"
 FIGURES = ("domains", "rounds", "weights")
-RESULTS = Path("results/digits")
-RESULT_METHODS = ("fedavg", "fedavg+uniform", "fedavg+fedheal", "fedavg+fedheal:variant=released")
 WIDTH, HEIGHT = 1280, 1000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=Path, default=Path("runs/pictures"))
     parser.add_argument("--out", type=Path, default=Path("docs/pictures"))
-    parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    jobs = plan(METHODS, SEEDS, {}, options.runs)
-    for job in run_all(jobs, options.processes):
-        print(job.folder.name)
-    rows = build_rows(read_json(job.folder / "result.json") | {"folder": str(job.folder)} for job in jobs)
+    rows = read_rows(EMBEDDED, EMBEDDED_METHODS)
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         write_figures(rows, Path(scratch))
-        save_figure(Path(scratch) / "diagnosis", partial(draw_diagnosis, diagnose_run(jobs[0].folder)))
+        save_figure(Path(scratch) / "diagnosis", partial(draw_diagnosis, diagnose_run(DIAGNOSED)))
         for name in (*FIGURES, "diagnosis"):
             shrink_picture(Path(scratch) / f"{name}.png", options.out / f"{name}.png", width=1400)
-        draw_results(Path(scratch), options.out)
+        draw_differences(Path(scratch), options.out)
         capture_page(rows, Path(scratch), options.out)
     for path in sorted(options.out.glob("*.png")):
         print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
 
-def draw_results(scratch: Path, out: Path) -> None:
+def read_rows(folders: Sequence[Path], methods: Sequence[str]) -> list[Row]:
+    """Return the runs of these methods, in this order."""
+    rows = build_rows(summary for summary in find_results(folders) if summary["method"] in methods)
+    return sorted(rows, key=lambda row: (methods.index(row.method), row.seeds))
+
+
+def draw_differences(scratch: Path, out: Path) -> None:
     """Draw the differences to uniform weights on Digits, by seed."""
-    rows = build_rows(summary for summary in find_results([RESULTS]) if summary["method"] in RESULT_METHODS)
-    write_figures(rows, scratch / "digits", reference="fedavg+uniform")
+    write_figures(read_rows([RESULTS / "digits"], DIGITS_METHODS), scratch / "digits", reference="fedavg+uniform")
     shrink_picture(scratch / "digits" / "differences.png", out / "digits-differences.png", width=1400)
 
 

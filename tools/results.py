@@ -38,6 +38,7 @@ from results_plan import CAMPAIGNS
 from results_studies import write_studies
 from results_table1 import write_table1
 
+DATA_SETS = tuple(dict.fromkeys(data for campaign in CAMPAIGNS.values() for data in campaign.settings))
 REPORT_EVERY = 20  # rounds
 say = partial(print, flush=True)
 INTERRUPTED = 130
@@ -239,7 +240,7 @@ def make_parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", metavar="key=value", help="fields of the experiments, such as data_root"
     )
     running.add_argument("--recipe", choices=tuple(CAMPAIGNS), default="headline", help="which rows")
-    running.add_argument("--data", required=True, help=f"one of {', '.join(CAMPAIGNS['headline'].settings)}")
+    running.add_argument("--data", required=True, help=f"one of {', '.join(DATA_SETS)}")
     running.add_argument("--rows", default="", help="only these: names or patterns, such as 'fedavg,*released*'")
     running.add_argument("--seeds", default="1", help="how many (3), a range (0-2) or a list (0,2,5-7)")
     running.add_argument("--rounds", type=int, help="other than the protocol's; the tables show it")

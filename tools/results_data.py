@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from fedheal import methods
 from fedheal.core.metrics import LAST, count_averaged, fairness, last_mean
 from fedheal.report.rows import FAIRNESS_COLUMNS, load_summary
 from fedheal.reproduce.plans import RecipeRow
 from fedheal.runs.folder import read_json, read_rounds
 from fedheal.runs.schema import FREE, RoundRecord, parse_model
-from fedheal.simulate.experiment import Experiment
+from fedheal.simulate.experiment import SERVER_FIELDS, Experiment
 
 UNFINISHED = ".tmp"  # ends the name of a folder whose copy was interrupted
 TOLERANCE = 1e-6  # points: only the order of sums may differ
@@ -65,7 +66,10 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """The settings that two runs must share to differ by their methods alone."""
         fixed = {key: value for key, value in self.experiment.to_dict().items() if key not in FREE | {"method"}}
-        return fixed | {"data_fingerprint": self.summary["data_fingerprint"]}
+        if methods.get(self.experiment.method).server is not None:  # its settings are the method's
+            fixed |= {key: Experiment.model_fields[key].default for key in SERVER_FIELDS}
+        used = {"device": self.summary["hardware"]}  # the experiment may say "auto"
+        return fixed | used | {"data_fingerprint": self.summary["data_fingerprint"]}
 
 
 def read_runs(

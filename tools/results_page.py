@@ -9,10 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
+from fedheal.analysis.domain_changes import is_supported
+from fedheal.analysis.paired_tests import Comparison
 from fedheal.campaign.jobs import Job
 from fedheal.core.metrics import LAST, fairness, last_mean
 from fedheal.data import SPECS
-from fedheal.report.conclusions import analyse_rows, conclude_findings
+from fedheal.report.conclusions import ALPHA, analyse_rows, conclude_findings
 from fedheal.report.rows import FAIRNESS_COLUMNS, build_rows
 from fedheal.report.tables import describe_averaging
 from fedheal.reproduce.paper_comparison import compare_with_paper, count_claims
@@ -203,13 +205,19 @@ def tabulate_tests(groups: Mapping[str, Sequence[Run]], control: str) -> tuple[l
         lines.append([labels[c.a], column, *numbers, f"{c.p_adjusted:.3f}", f"{c.smallest_p_adjusted:.3f}"])
     notes = [
         f"p is that of a two-sided paired test over the seeds that both have, after Holm's correction over "
-        f"{len(lines)} comparisons (docs/statistics.md). Below 0.05 a difference is shown. The smallest possible p is what the "
-        "clearest differences in all comparisons would give with these numbers of seeds.",
+        f"{len(lines)} comparisons (docs/statistics.md). Below 0.05 a difference is shown. A larger p is no evidence of "
+        "equality. The smallest possible p is what the clearest differences in all comparisons would give with these numbers "
+        "of seeds.",
         "Intervals hold one at a time. They assume near-normal differences, which the test does not: the conclusion follows "
         "the test.",
-        *conclude_findings(findings, rows),
+        *conclude_findings(replace(findings, metrics=_leave_out_undecided(findings.metrics)), rows),
     ]
     return lines, notes
+
+
+def _leave_out_undecided(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Return the differences that are shown, and those that these numbers of seeds cannot show: the table has the others."""
+    return [c for c in comparisons if is_supported(c, ALPHA) or c.smallest_p_adjusted > ALPHA]
 
 
 def _add_evenness(domains: Mapping[str, float]) -> dict[str, float]:
