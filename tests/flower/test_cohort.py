@@ -12,10 +12,11 @@ import pytest
 import torch
 from flwr.app import Array, Message
 
-from fedheal import methods
+from fedheal import Method, methods
+from fedheal.core.layout import Packed
 from fedheal.flower import reply_reader
 from fedheal.flower.messages import describe_terms, record_to_tensors
-from fedheal.local.term import Term
+from fedheal.local.term import Arrays, Context, Term
 from flower.sites import Sites
 from flower.test_bad_replies import BAD, run_with_bad_replies, run_without_reply, set_client_info
 
@@ -147,6 +148,12 @@ BAD_MESSAGES = {
     "none": drop_messages,
     "short": change_messages(lambda values: np.zeros(2, np.float32)),
     "integers": change_messages(lambda values: values.astype(np.int8)),
+    "stacked": change_messages(lambda values: np.stack([values] * 3)),
+    "halves": change_messages(lambda values: values.astype(np.float16)),
+    "doubles": change_messages(lambda values: values.astype(np.float64)),
+    "complex": change_messages(lambda values: values.astype(np.complex64)),
+    "negative": change_messages(lambda values: -abs(values) - 1),
+    "empty": change_messages(lambda values: values[:0]),
 }
 
 
@@ -175,9 +182,9 @@ def send_prototypes(features: int, classes: int = 3) -> Callable[[Message], list
         (
             "fpl",
             BAD_MESSAGES["short"],
-            r"floats of shape \(classes, features\) .*, got torch.float32 of shape \(2,\) with counts of shape \(2,\)",
+            r"got torch.float32 of shape \(2,\) with torch.float32 counts of shape \(2,\)",
         ),
-        ("fedproto", BAD_MESSAGES["integers"], "prototypes must be floats .*, got torch.int8"),
+        ("fedproto", BAD_MESSAGES["integers"], "prototypes must be float32 .*, got torch.int8"),
         ("fedproc", send_prototypes(36, 2), None),
     ],
     ids=["features", "classes", "short", "integers", "fewer"],
@@ -210,6 +217,16 @@ def test_the_first_prototypes_do_not_set_the_shape_for_all_clients(method, spoil
         ("fedproto", "none"),
         ("fedproc", "short"),
         ("fpl", "integers"),
+        ("scaffold", "stacked"),
+        ("fpl", "halves"),
+        ("fedproc", "doubles"),
+        ("fedproto:proto_weights=count", "negative"),
+        ("ditto", "short"),
+        ("ditto", "empty"),
+        ("ditto:feedback=true", "complex"),
+        ("ditto:feedback=true", "stacked"),
+        ("feddg", "short"),
+        ("feddg", "negative"),
     ],
 )
 def test_in_cohorts_of_one_a_bad_term_message_does_not_end_the_run(method, case):
@@ -226,6 +243,54 @@ def test_in_cohorts_of_one_a_bad_term_message_does_not_end_the_run(method, case)
     assert any(skipped)  # its turn came
     assert all(list(left_out) in ([], [bad]) for left_out in skipped)
     assert [len(names) for names in counted] == [int(not left_out) for left_out in skipped]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["feddg", "fedproto", "scaffold", "checking"])
+@pytest.mark.parametrize("first", [0, 4])
+def test_a_message_with_usual_shapes_and_unusable_values_costs_its_client_the_round(method, first):
+    """A message is checked for itself, not by its shape, so the order of names does not matter."""
+    case = "negative" if method != "scaffold" else "stacked"
+    sites = Sites(method=Method(local=(Checking(),), name="checking") if method == "checking" else method, rounds=3)
+    strategy = sites.strategy(fraction_evaluate=0.0)
+    bad = sites.names.index(sorted(sites.names)[first])
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        return BAD_MESSAGES[case](reply) if node == 100 + bad else [reply]
+
+    strategy.start(sites.grid(spoil), sites.initial, num_rounds=3)
+    for record in strategy.history:
+        assert list(record.report["skipped"]) == [sites.names[bad]]
+        assert len(record.weights) == 4
+
+
+class Checking(Term):
+    """A user's term whose server part rejects negative values."""
+
+    def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
+        return {}, {"size": local.params.abs().mean()[None]}
+
+    def absorb(self, before, aggregated, messages, shared, ctx):
+        if any((message["size"] < 0).any() for message in messages):
+            raise ValueError("a size is negative")
+        return aggregated, shared
+
+
+def test_a_bank_of_another_size_is_left_alone():
+    """One site alone in the first round may have filled it."""
+    sites = Sites(method="feddg", rounds=4)
+    strategy = sites.strategy(fraction_evaluate=0.0, min_available_nodes=1)
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        if strategy.rounds.current.number == 1:
+            large = Array(np.full((8, 3, 9, 9), 0.5, np.float32))
+            reply.content["fedheal.messages"]["0.amplitudes"] = large
+            return [reply] if node == 100 else []
+        return [reply]
+
+    strategy.start(sites.grid(spoil), sites.initial, num_rounds=4)
+    assert [len(record.weights) for record in strategy.history] == [1, 5, 5, 5]
+    assert strategy.state.terms[0].shared["bank"].shape[2:] != (9, 9)
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ def test_public_steps_lower_the_loss_and_leave_the_received_model(term: FCCL | F
 )
 def test_a_message_that_cannot_be_outputs_is_rejected(term: Any, message: dict[str, Tensor], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        term.check_message(message, Layout.of(IdentityFeatures()))
+        term.check_message(message, {}, Layout.of(IdentityFeatures()))
 
 
 def test_clients_need_public_images_and_the_same_number_of_them() -> None:

@@ -139,7 +139,7 @@ GOOD = torch.rand(2, 3, 3, 3)
         (GOOD.double(), r"must be float32 of shape \(2, 3, k, k\), got torch.float64"),
         (GOOD[0], r"got torch.float32 of shape \(3, 3, 3\)"),
         (GOOD[:1], r"got torch.float32 of shape \(1, 3, 3, 3\)"),
-        (torch.rand(2, 3, 5, 5), r"\(2, 3, 5, 5\) do not match the bank's \(2, 3, 3, 3\): use images of one size"),
+        (torch.rand(2, 3, 5, 5), r"spectra of the shapes \(2, 3, 3, 3\) and \(2, 3, 5, 5\): use images of one size"),
         (GOOD - 1, "must be from 0 to 1"),
         (GOOD + 1, "must be from 0 to 1"),
         (GOOD * torch.nan, "must be from 0 to 1"),

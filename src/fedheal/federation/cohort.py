@@ -8,8 +8,9 @@ from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 
+from fedheal.core.errors import name_if_custom
 from fedheal.core.layout import Layout
-from fedheal.core.state import RunState
+from fedheal.core.state import RunState, TermState
 from fedheal.core.updates import Updates
 from fedheal.federation.extra_checks import check_extras, find_far_extras
 from fedheal.federation.replies import AUTO, MissingRequirement, RejectedReply, ReplyRequirements, TrainReply
@@ -83,10 +84,10 @@ class CohortBuilder(Generic[R]):
                 skipped[reply.client] = str(error)
                 missing += [error.needed] if isinstance(error, MissingRequirement) else []
         if self.terms:
-            missing += self._skip_unusable_messages(replies, state, known_digests, skipped)
+            missing += self._skip_unusable_messages(replies, state, skipped)
         missing_requirement = missing[0] if missing and not replies else None
         digests = {client: _digest_messages(reply.messages) for client, reply in replies.items()} if self.terms else {}
-        _skip_unusual_messages(replies, {**known_digests, **digests}, skipped)
+        _skip_unusual_messages(replies, known_digests, digests, skipped)
         replies = dict(sorted(replies.items()))
         skips_diverged = self.requirements.skips_diverged
         updates = all_updates = ReplyUpdates(replies, state.model, self._writer, skips_diverged)
@@ -101,18 +102,14 @@ class CohortBuilder(Generic[R]):
         return Cohort(updates, replies, skipped, missing_requirement, digests, lambda: all_updates.norms, far_extras)
 
     def _skip_unusable_messages(
-        self, replies: dict[str, TrainReply], state: RunState, known_digests: Mapping[str, str], skipped: dict[str, str]
+        self, replies: dict[str, TrainReply], state: RunState, skipped: dict[str, str]
     ) -> list[str]:
-        """Skip clients whose messages the server's terms cannot absorb; return what is needed instead."""
-        errors: dict[str, str | None] = dict.fromkeys(known_digests.values())  # these were usable before
+        """Skip clients whose messages the server's terms cannot use; return what is needed instead."""
         missing = []
         for client, reply in list(replies.items()):
-            digest = _digest_messages(reply.messages)
-            if digest not in errors:
-                errors[digest] = _find_absorb_error(self.terms, self.layout, state, reply.messages)
-            if errors[digest] is not None:
-                skipped[client] = f"the server cannot use the messages of its local terms ({errors[digest]})"
-                missing.append(f"messages of the clients' local terms that the server can use ({errors[digest]})")
+            if error := _find_message_error(self.terms, self.layout, state, reply.messages):
+                skipped[client] = f"the server cannot use the messages of its local terms ({error})"
+                missing.append(f"messages of the clients' local terms that the server can use ({error})")
                 del replies[client]
         return missing
 
@@ -133,23 +130,42 @@ def _digest_messages(groups: Sequence[Arrays]) -> str:
     return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
 
 
-def _find_absorb_error(terms: Sequence[Term], layout: Layout, state: RunState, groups: Sequence[Arrays]) -> str | None:
-    """Return the error if the terms cannot absorb these messages. It is tried out: only a term knows what it needs."""
-    updates = Updates(["client"], torch.zeros(1, layout.sizes().params, dtype=state.model.params.dtype), [1])
-    given = dict.fromkeys(("weights", "unnormalised_weights"), torch.ones(1, dtype=torch.float64))
-    number = state.round + 1
-    context = ServerContext(round=number, rounds=0, clients=1, layout=layout, slots={}, updates=updates, **given)
+def _find_message_error(terms: Sequence[Term], layout: Layout, state: RunState, groups: Sequence[Arrays]) -> str | None:
+    """Return the error if the terms cannot use these messages of a client."""
     for term, message, before in zip(terms, groups, state.terms, strict=True):
         try:
-            term.absorb(state.model, state.model, [message], before.shared, context)
-        except Exception as error:  # terms need not check: missing or misshapen messages raise nearly anything
+            if name_if_custom(type(term)) and type(term).check_message is Term.check_message:
+                _try_absorb(term, message, before, layout, state)
+            term.check_message(message, before.shared, layout)
+        except Exception as error:  # a term need not check: missing or misshapen messages raise nearly anything
             return f"{type(error).__name__}: {str(error)[:200]}"
     return None
 
 
-def _skip_unusual_messages(replies: dict[str, TrainReply], digests: Mapping[str, str], skipped: dict[str, str]) -> None:
-    """Skip clients whose messages differ in shape from those of most clients, each as last seen."""
-    usual = Counter(digests.values()).most_common(1)[0][0] if digests else None
-    for client in [client for client in replies if digests.get(client) != usual]:
+def _try_absorb(term: Term, message: Arrays, before: TermState, layout: Layout, state: RunState) -> None:
+    """Let a term absorb one client's message, to see whether that raises: a user's term need not check messages."""
+    updates = Updates(["client"], torch.zeros(1, layout.sizes().params, dtype=state.model.params.dtype), [1])
+    given = dict.fromkeys(("weights", "unnormalised_weights"), torch.ones(1, dtype=torch.float64))
+    number = state.round + 1
+    context = ServerContext(round=number, rounds=0, clients=1, layout=layout, slots={}, updates=updates, **given)
+    term.absorb(state.model, state.model, [message], before.shared, context)
+
+
+def _skip_unusual_messages(
+    replies: dict[str, TrainReply], known: Mapping[str, str], digests: Mapping[str, str], skipped: dict[str, str]
+) -> None:
+    """Skip clients whose messages differ in shape from those of most clients, each as last seen.
+
+    Args:
+        replies: The replies of this round.
+        known: By client, the digest of its last usable messages.
+        digests: By client, the digest of its messages of this round.
+        skipped: Gets the reason by client.
+    """
+    counts = Counter({**known, **digests}.values())
+    usual = [digest for digest, count in counts.items() if count == max(counts.values())]
+    if len(usual) > 1:  # as many clients send the one as the other: earlier rounds decide
+        usual = [digest for digest in usual if digest in known.values()]
+    for client in [client for client in digests if usual != [digests[client]]]:
         skipped[client] = "the messages of its local terms differ in names, shapes or dtypes from those of most clients"
         del replies[client]

@@ -89,8 +89,6 @@ class CrossCorrelation(Term):
     ) -> tuple[Packed, Arrays]:
         if not self.public_lr or not messages:
             return aggregated, shared
-        for message in messages:
-            self.check_message(message, ctx.layout)
         weights = ctx.weights if self.public_weights == "p" else torch.full_like(ctx.weights, 1 / len(messages))
         means = {}
         for name in self.sends:
@@ -98,8 +96,10 @@ class CrossCorrelation(Term):
             means[name] = torch.tensordot(weights.to(outputs), outputs, dims=1)
         return aggregated, means
 
-    def check_message(self, message: Arrays, layout: Layout) -> None:
-        """Raise ValueError if a client's message cannot hold outputs on the public images."""
+    def check_message(self, message: Arrays, shared: Arrays, layout: Layout) -> None:
+        """Raise an exception if a client's message cannot hold outputs on the public images."""
+        if not self.public_lr:
+            return
         shapes = {name: tuple(message[name].shape) for name in self.sends}
         is_float = all(message[name].dtype == torch.float32 for name in self.sends)
         if not is_float or any(len(shape) != 2 or not 2 <= shape[0] <= self.public_images for shape in shapes.values()):

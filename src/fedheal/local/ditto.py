@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from fedheal.core.arrays import Floats, normalise_weights
-from fedheal.core.layout import Packed
+from fedheal.core.layout import Layout, Packed
 from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.local.client_weights import PREFIX, update_weights
-from fedheal.local.term import Arrays, Context, ServerContext, Term
+from fedheal.local.term import Arrays, Context, ServerContext, Term, check_vector
 
 COLUMNS = 1 << 18  # entries summed at a time: all clients' models as float64 at once may not fit into memory
 DITTO_LAM = Parameter(
@@ -52,6 +52,11 @@ class Ditto(Term):
         vectors = {"params": personal.params, "buffers": personal.buffers, "counters": personal.counters}
         return vectors, {name: vectors[name] for name in ("params", "buffers")}
 
+    def check_message(self, message: Arrays, shared: Arrays, layout: Layout) -> None:
+        sizes = layout.sizes()
+        check_vector(message, "params", sizes.params)
+        check_vector(message, "buffers", sizes.buffers)
+
     def absorb(
         self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext
     ) -> tuple[Packed, Arrays]:
@@ -63,7 +68,7 @@ class Ditto(Term):
         u = normalise_weights(np.array([float(weights[f"{PREFIX}{client}"]) for client in clients]))
         params, buffers = (_average([models[client][name] for client in clients], u) for name in ("params", "buffers"))
         if self.feedback:
-            return Packed(params, buffers, aggregated.counters), weights
+            return Packed(params.to(before.params), buffers.to(before.buffers), aggregated.counters), weights
         return aggregated, {"params": params, "buffers": buffers, **weights}
 
     def evaluated(self, model: Packed, shared: Arrays, slots: Mapping[str, Arrays]) -> Packed:

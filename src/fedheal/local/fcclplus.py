@@ -62,8 +62,10 @@ class FCCLPlus(CrossCorrelation):
             own[:, : len(own)], mean[:, : len(own)], self.similarity_temperature
         )
 
-    def check_message(self, message: Arrays, layout: Layout) -> None:
-        super().check_message(message, layout)
+    def check_message(self, message: Arrays, shared: Arrays, layout: Layout) -> None:
+        super().check_message(message, shared, layout)
+        if not self.public_lr:
+            return
         shape, images = tuple(message["similarity"].shape), len(message["logits"])
         if shape != (images, self.columns):
             raise ValueError(f"similarity must have the shape {(images, self.columns)}, got {shape}")

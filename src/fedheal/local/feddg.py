@@ -27,7 +27,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedheal.core.layout import Packed
+from fedheal.core.layout import Layout, Packed
 from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.core.pixels import get_pixel_scale
 from fedheal.local.nearby_loss import compute_loss_at, get_trained
@@ -66,6 +66,8 @@ class FedDG(Term):
         ctx.scratch["collects"] = "amplitudes" not in ctx.slot
         if "bank" in ctx.shared:
             bank, own = ctx.shared["bank"], ctx.slot.get("amplitudes", ctx.shared["bank"][:0])
+            if own.shape[1:] != bank.shape[1:]:
+                return start  # the bank is of images of another size
             is_own = (bank[:, None] == own).flatten(2).all(dim=2).any(dim=1)
             if not is_own.all():
                 ctx.scratch["bank"] = bank[~is_own]
@@ -74,7 +76,7 @@ class FedDG(Term):
     def loss(self, batch: Batch, ctx: Context) -> Tensor | None:
         if ctx.scratch.get("collects"):
             self._collect(batch.x, ctx)
-        if "bank" not in ctx.scratch:
+        if "bank" not in ctx.scratch or not match_window(ctx.scratch["bank"], batch.x, self.window):
             return None
         params = get_trained(ctx)
         gradients = torch.autograd.grad(batch.ce, list(params.values()), retain_graph=True, materialize_grads=True)
@@ -101,31 +103,35 @@ class FedDG(Term):
         slot = {"amplitudes": ctx.scratch["amplitudes"]} if ctx.scratch["collects"] else ctx.slot
         return slot, slot
 
-    def absorb(
-        self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext
-    ) -> tuple[Packed, Arrays]:
-        known = {name: value for name, value in shared.items() if name.startswith(PREFIX)}
-        for client, message in zip(ctx.updates.clients, messages, strict=True):
-            if "amplitudes" in message:
-                self._check(message["amplitudes"], next(iter(known.values()), message["amplitudes"]))
-                known[f"{PREFIX}{client}"] = message["amplitudes"].clone()
-        bank = torch.cat([known[name] for name in sorted(known)]) if known else torch.empty(0, 1)
-        bank = bank[bank.flatten(1).any(dim=1)]  # a client with few images leaves rows of zeros
-        return aggregated, known | ({"bank": bank} if len(bank) else {})
-
-    def _check(self, amplitudes: Tensor, like: Tensor) -> None:
-        """Raise ValueError if a client's spectra cannot join the bank, which has spectra such as `like`."""
+    def check_message(self, message: Arrays, shared: Arrays, layout: Layout) -> None:
+        if "amplitudes" not in message:
+            return
+        amplitudes = message["amplitudes"]
         shape, dtype = tuple(amplitudes.shape), amplitudes.dtype
         if dtype != torch.float32 or len(shape) != 4 or shape[:2] != (self.spectra, 3):
             raise ValueError(
                 f"spectra must be float32 of shape ({self.spectra}, 3, k, k), got {dtype} of shape {shape}"
             )
-        if shape != like.shape:
-            raise ValueError(
-                f"spectra of shape {shape} do not match the bank's {tuple(like.shape)}: use images of one size"
-            )
         if not (amplitudes >= 0).all() or not (amplitudes <= 1 + 1e-5).all():
             raise ValueError("the amplitudes of pixels from 0 to 1 must be from 0 to 1 too")
+
+    def absorb(
+        self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext
+    ) -> tuple[Packed, Arrays]:
+        sent = {}
+        for client, message in zip(ctx.updates.clients, messages, strict=True):
+            self.check_message(message, shared, ctx.layout)
+            if "amplitudes" in message:
+                sent[f"{PREFIX}{client}"] = message["amplitudes"].clone()
+        if len(shapes := sorted({tuple(amplitudes.shape) for amplitudes in sent.values()})) > 1:
+            raise ValueError(f"clients sent spectra of the shapes {shapes[0]} and {shapes[1]}: use images of one size")
+        known = {name: value for name, value in shared.items() if name.startswith(PREFIX)}
+        if shapes:  # what other clients sent before may be of another size, but most clients are of one
+            known = {name: value for name, value in known.items() if tuple(value.shape) == shapes[0]}
+        known |= sent
+        bank = torch.cat([known[name] for name in sorted(known)]) if known else torch.empty(0, 1)
+        bank = bank[bank.flatten(1).any(dim=1)]  # a client with few images leaves rows of zeros
+        return aggregated, known | ({"bank": bank} if len(bank) else {})
 
 
 def to_spectrum(x: Tensor) -> Tensor:
@@ -148,6 +154,12 @@ def _index_low_frequencies(spectrum: Tensor, window: float) -> tuple[Tensor, Ten
     b = int(window * min(height, width))
     frequencies = torch.arange(-b, b + 1, device=spectrum.device)
     return (frequencies % height)[:, None], frequencies % width
+
+
+def match_window(amplitudes: Tensor, images: Tensor, window: float) -> bool:
+    """Return whether amplitudes are those of the low frequencies of such images."""
+    rows, columns = _index_low_frequencies(images, window)
+    return amplitudes.shape[-2:] == (len(rows), len(columns))
 
 
 def take_low_frequencies(spectrum: Tensor, window: float) -> Tensor:

@@ -21,7 +21,7 @@ from torch.nn import functional
 from fedheal.core.arrays import Integers
 from fedheal.core.layout import Packed
 from fedheal.core.parameter import Parameter, declare_parameters
-from fedheal.local.prototypes import Prototypes, check_messages, compare_cosine, get_known_classes
+from fedheal.local.prototypes import Prototypes, compare_cosine, get_known_classes, get_previous
 from fedheal.local.term import Arrays, Batch, Context, ServerContext
 
 FPL_TEMPERATURE = Parameter(
@@ -66,7 +66,7 @@ class FPL(Prototypes):
     ) -> tuple[Packed, Arrays]:
         if not messages:
             return aggregated, shared
-        previous = check_messages(messages, shared, ctx.layout)
+        previous = get_previous(messages, shared)
         means: dict[int, Tensor] = {}  # class -> the means of its clusters
         if "owner" in previous:
             means = {y: previous["clusters"][previous["owner"] == y] for y in set(previous["owner"].tolist())}

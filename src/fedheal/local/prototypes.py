@@ -59,12 +59,35 @@ class Prototypes(Term):
         total, count = ctx.scratch["total"], ctx.scratch["count"]
         return ctx.slot, {"prototypes": total / count.clamp(min=1)[:, None], "count": count}
 
+    def check_message(self, message: Arrays, shared: Arrays, layout: Layout) -> None:
+        """Raise ValueError unless the message holds prototypes and counts that fit the model.
+
+        If `head` is one linear layer, the layout gives the number of features and the largest number of classes.
+        """
+        if missing := {"prototypes", "count"} - message.keys():
+            raise ValueError(f"'{min(missing)}' is missing")
+        prototypes, count = message["prototypes"], message["count"]
+        shape = tuple(prototypes.shape)
+        is_float = prototypes.dtype == count.dtype == torch.float32
+        if not is_float or len(shape) != 2 or count.shape != shape[:1] or not (count >= 0).all():
+            raise ValueError(
+                "prototypes must be float32 of shape (classes, features) with a float32 count from 0 for each class, got "
+                f"{prototypes.dtype} of shape {shape} with {count.dtype} counts of shape {tuple(count.shape)}"
+            )
+        head = {e.name.removeprefix("head."): e.shape for e in layout.entries if e.name.startswith("head.")}
+        weight = head.get("weight", ())
+        is_linear = len(weight) == 2 and head.keys() == {"weight", "bias"} and head["bias"] == weight[:1]
+        if is_linear and (shape[0] > weight[0] or shape[1] != weight[1]):
+            raise ValueError(
+                f"prototypes have shape {shape}, but the model's head has {weight[1]} features and {weight[0]} classes"
+            )
+
     def absorb(
         self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext
     ) -> tuple[Packed, Arrays]:
         if not messages:
             return aggregated, shared
-        previous = check_messages(messages, shared, ctx.layout)
+        previous = get_previous(messages, shared)
         prototypes = torch.stack([message["prototypes"] for message in messages])
         count = torch.stack([message["count"] for message in messages])  # [k, classes]
         shares = (count > 0).to(prototypes)
@@ -91,25 +114,7 @@ def compare_cosine(z: Tensor, vectors: Tensor) -> Tensor:
     return functional.normalize(z, dim=1) @ functional.normalize(vectors, dim=1).T
 
 
-def check_messages(messages: Sequence[Arrays], shared: Arrays, layout: Layout) -> Arrays:
-    """Raise ValueError if a message cannot hold this model's prototypes; return the shared values of the same shape, if any.
-
-    If `head` is one linear layer, the layout gives the number of features and the largest number of classes.
-    """
-    head = {e.name.removeprefix("head."): e.shape for e in layout.entries if e.name.startswith("head.")}
-    weight = head.get("weight", ())
-    is_linear = len(weight) == 2 and head.keys() == {"weight", "bias"} and head["bias"] == weight[:1]
-    for message in messages:
-        prototypes, count = message["prototypes"], message["count"]
-        shape = tuple(prototypes.shape)
-        if len(shape) != 2 or count.shape != shape[:1] or not prototypes.is_floating_point():
-            raise ValueError(
-                f"prototypes must be floats of shape (classes, features) with one count per class, got {prototypes.dtype} "
-                f"of shape {shape} with counts of shape {tuple(count.shape)}"
-            )
-        if is_linear and (shape[0] > weight[0] or shape[1] != weight[1]):
-            raise ValueError(
-                f"prototypes have shape {shape}, but the model's head has {weight[1]} features and {weight[0]} classes"
-            )
+def get_previous(messages: Sequence[Arrays], shared: Arrays) -> Arrays:
+    """Return the shared values if they have prototypes of the shape of all messages, else nothing."""
     is_same = "prototypes" in shared and all(shared["prototypes"].shape == m["prototypes"].shape for m in messages)
     return shared if is_same else {}

@@ -23,7 +23,7 @@ import torch
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.local.client_weights import COUNT, FAIR_CONTROLS, PREFIX, rescale_mean, sum_weights, update_weights
-from fedheal.local.term import Arrays, Context, ServerContext, Term, add_to_gradients
+from fedheal.local.term import Arrays, Context, ServerContext, Term, add_to_gradients, check_vector
 
 SOURCE = "Karimireddy et al. 2020"
 SCAFFOLD_OPTION = Parameter(
@@ -75,6 +75,9 @@ class Scaffold(Term):
         mean_gradient = (ctx.received.params - local.params) / ctx.effective_step
         new = ctx.scratch["gradient"] if self.option == 1 else client_c - c + mean_gradient
         return {"c": new}, {"change": new - client_c}
+
+    def check_message(self, message: Arrays, shared: Arrays, layout: Layout) -> None:
+        check_vector(message, "change", layout.sizes().params)
 
     def absorb(
         self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext

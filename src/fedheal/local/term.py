@@ -301,6 +301,13 @@ class Term:
         """Return the model that the client sends, with local entries replaced by the received ones."""
         return local
 
+    def check_message(self, message: Arrays, shared: Arrays, layout: Layout) -> None:
+        """Raise an exception if the server cannot use a client's message: the client is then left out of the round.
+
+        A federation calls it for every message, with the shared values before the round. A user's term without it has its
+        `absorb` tried with every message instead.
+        """
+
     def absorb(
         self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext
     ) -> tuple[Packed, Arrays]:
@@ -333,6 +340,15 @@ def add_to_gradients(ctx: Context, tensors: Sequence[Tensor], strength: float = 
     if rows:
         grads, addends = (list(column) for column in zip(*rows, strict=True))
         torch._foreach_add_(grads, addends, alpha=strength)
+
+
+def check_vector(message: Arrays, name: str, length: int) -> None:
+    """Raise ValueError unless a message has a vector of floats of this name and length."""
+    if name not in message:
+        raise ValueError(f"'{name}' is missing")
+    vector = message[name]
+    if vector.shape != (length,) or not vector.is_floating_point():
+        raise ValueError(f"'{name}' must be {length} floats, got {vector.dtype} of shape {tuple(vector.shape)}")
 
 
 @torch.no_grad()
