@@ -1,5 +1,6 @@
 """A plain mean straight from the replies, beside the same cohort with its matrix of updates: the bits must be equal."""
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -205,17 +206,31 @@ def test_an_update_that_is_alone_is_compared_with_the_model():
 
 def test_diverged_updates_do_not_vouch_for_each_other():
     model = torch.full((10_000,), 0.5)
-    assert find_diverged({"a": 1.0, "b": 1e15, "c": 1e15}, model).keys() == {"b", "c"}
+    assert find_diverged({"a": 1.0, "b": 1.0, "c": 1e15, "d": 1e15}, model).keys() == {"c", "d"}
+    assert find_diverged({"a": 1.0, "b": 1.0, "c": 2000.0, "d": 2000.0}, model).keys() == {"c", "d"}
     assert find_diverged({"a": 1e15, "b": 1e15}, model).keys() == {"a", "b"}
-    assert find_diverged({"a": 1.0, "b": 2000.0, "c": 2000.0}, model).keys() == {"b", "c"}
+    assert find_diverged({"a": 1.0, "b": math.nan, "c": 1.0, "d": 1.0, "e": 1e15}, model).keys() == {"e"}
+
+
+def test_what_most_clients_were_sent_may_be_why_they_diverge():
+    """One client's message may do that to all others. It must not be the only one that is left."""
+    model = torch.full((10_000,), 0.5)
+    found = find_diverged({"a": 1.0, "b": 1e15, "c": 1e16}, model)
+    assert found["a"] == "the training of 2 of 3 clients has diverged, which what they were sent may have caused"
+    assert found["c"].startswith("its training has diverged: its update has norm 1e+16")
+    assert find_diverged({"a": 1.0, "b": 1e15}, model).keys() == {"b"}
 
 
 @pytest.mark.parametrize("echo", [0.0, 1e-12, 1e-6])
 def test_a_client_that_hardly_moves_excludes_nobody_from_a_model_of_zeros(echo):
     model = torch.zeros(10_000)
-    assert find_diverged({"echo": echo, "honest": 90.0}, model) == {}
+    assert find_diverged({"echo": echo, "honest": 9_999.0}, model) == {}
+    assert find_diverged({"echo": echo, "honest": 10_001.0}, model).keys() == {"honest"}  # entries of size 100
+    assert find_diverged({"echo": echo, "honest": 5_000.0, "other": 5_000.0}, model) == {}
+    honest = dict.fromkeys("abcde", 5000.0)
+    assert find_diverged(honest | {f"echo-{i}": echo for i in range(4)}, model) == {}
     assert find_diverged({"echo": echo, "other": echo, "honest": 90.0}, model + 1e-9) == {}
-    assert find_diverged({"echo": echo, "honest": 101.0}, model).keys() == {"honest"}  # as far as entries of size 1
+    assert find_diverged({"echo": echo, "other": echo, "honest": 101.0}, model).keys() == {"honest"}
 
 
 @pytest.mark.parametrize("max_norm", [10.0, "auto"])

@@ -91,18 +91,21 @@ def find_far_norms(norms: Mapping[str, float], factor: float = NORM_FACTOR) -> d
 def find_diverged(norms: Mapping[str, float], model: Tensor) -> dict[str, str]:
     """Return the clients whose training has diverged, by the norms of their updates, with the reason.
 
+    If that is more than half of them, what they were sent may be the cause, so the others are left out, too.
+
     Args:
         norms: By client, the norm of its update.
         model: The parameters that the clients were sent.
 
     >>> model = torch.full((64,), 10.0)
     >>> print(find_diverged({"a": 1.0, "b": 2.0, "c": 5e4}, model)["c"])
-    its training has diverged: its update has norm 5e+04, the median of the others is 1,
+    its training has diverged: its update has norm 5e+04, the median of the others is 2,
     the model's norm 80; max_norm sets another limit
     >>> find_diverged({"a": 1e-6, "b": 1e-6, "newcomer": 50.0}, model)
     {}
     """
-    ordered, smallest = sorted(norms.values()), SMALLEST_ENTRY * math.sqrt(model.numel())
+    ordered = sorted(norm for norm in norms.values() if not math.isnan(norm))
+    smallest = SMALLEST_ENTRY * math.sqrt(model.numel())
     medians = {client: _find_median_of_others(ordered, norm) for client, norm in norms.items()}
     suspects = [c for c, norm in norms.items() if norm > DIVERGED_FACTOR * min(medians[c], smallest)]
     if not suspects:
@@ -112,19 +115,25 @@ def find_diverged(norms: Mapping[str, float], model: Tensor) -> dict[str, str]:
     for client in suspects:
         norm, median = norms[client], medians[client]
         if norm > max(DIVERGED_SHARE * reference, DIVERGED_FACTOR * min(median, reference)):
-            others = f"the median of the others is {median:.3g}, " if len(norms) > 1 else ""
+            others = f"the median of the others is {median:.3g}, " if median < math.inf else ""
             reasons[client] = (
                 f"its training has diverged: its update has norm {norm:.4g}, {others}the model's norm {model_norm:.3g}; "
                 "max_norm sets another limit"
             )
-    return reasons
+    if 2 * len(reasons) <= len(norms):
+        return reasons
+    most = f"the training of {len(reasons)} of {len(norms)} clients has diverged, which what they were sent may have caused"
+    return dict.fromkeys(norms, most) | reasons
 
 
 def _find_median_of_others(ordered: Sequence[float], norm: float) -> float:
-    """Return the lower median of sorted norms without this one; infinity if there is no other."""
-    if len(ordered) == 1:
+    """Return the upper median of sorted norms without this one; infinity if there are fewer than two others.
+
+    With the upper median, clients that hardly move cannot exclude the others unless they are the majority.
+    """
+    if len(ordered) < MIN_NORMS:
         return math.inf
-    middle = (len(ordered) - 2) // 2
+    middle = (len(ordered) - 1) // 2
     return ordered[middle if middle < bisect_left(ordered, norm) else middle + 1]
 
 
