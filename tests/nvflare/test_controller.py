@@ -66,6 +66,10 @@ def spoil_kind(reply):
     reply.params["2.bias"] = ["a", "b", "c"]
 
 
+def spoil_dtype(reply):
+    reply.params["2.bias"] = torch.ones(3).to(torch.float8_e4m3fn)
+
+
 def spoil_text(reply):
     reply.params["2.bias"] = np.array(["a", "b", "c"])
 
@@ -93,6 +97,7 @@ CASES = {
     "keys": (spoil_keys, "no parameters by name"),
     "list": (spoil_kind, "'2.bias' cannot be read: it is a list, not an array"),
     "text": (spoil_text, "not numbers"),
+    "float8": (spoil_dtype, "'2.bias' cannot be read: it is a tensor of torch.float8_e4m3fn, which numpy cannot hold"),
     "counter": (spoil_counter, "counts beyond"),
     "counter that jumps": (spoil_counter_slowly, "more than the server sent"),
     "variance": (spoil_variance, "holds a negative variance"),

@@ -71,7 +71,10 @@ def pack_params(layout: Layout, params: Mapping[str, Any]) -> Packed:
 def view(value: object) -> NDArray[Any]:
     """View a parameter as an array. Raise ValueError if it holds no numbers."""
     if isinstance(value, Tensor):
-        value = widen_bfloat16(value.detach().cpu()).numpy()
+        try:
+            value = widen_bfloat16(value.detach().cpu()).resolve_conj().resolve_neg().numpy()
+        except (TypeError, RuntimeError) as error:  # float8, or a tensor without storage
+            raise ValueError(f"it is a tensor of {value.dtype}, which numpy cannot hold: {error}") from None
     if not isinstance(value, np.ndarray | np.generic):  # a difference of arrays without dimensions is no array
         raise ValueError(f"it is {add_article(type(value).__name__)}, not an array")
     array = np.asarray(value)
