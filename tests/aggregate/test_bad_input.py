@@ -376,7 +376,7 @@ def test_too_few_usable_updates_leave_model_and_state(make, flaw):
     assert model_to_bytes(out.model) == model_to_bytes(model)
     assert state_to_bytes(out.state) == before
     assert out.weights.tolist() == [0, 0, 0, 0]
-    reason = "only 3 updates of this round can be used, and it needs 4"
+    reason = "only 3 updates of this round can be used, fewer than min_updates = 4 (in a federation min_replies)"
     assert [out.report["skipped"][c] for c in "acd"] == [reason] * 3
     assert re.search(FLAWS[flaw][2], out.report["skipped"]["b"])
     enough = replace(aggregator, min_updates=3)

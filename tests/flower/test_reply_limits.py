@@ -251,7 +251,7 @@ def test_an_update_that_cannot_be_used_does_not_count_as_a_reply(method, value):
     strategy, name = run_with_bad_replies(unusable, method, min_replies=5)
     assert [any(record.weights.values()) for record in strategy.history] == [True, False, True]
     skipped = strategy.history[1].report["skipped"]
-    reason = "only 4 updates of this round can be used, and it needs 5"
+    reason = "only 4 updates of this round can be used, fewer than min_updates = 5 (in a federation min_replies)"
     assert [why for client, why in skipped.items() if client != name] == [reason] * 4
     assert reason not in skipped[name]
 

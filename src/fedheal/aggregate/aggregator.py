@@ -179,7 +179,8 @@ class Aggregator:
         """Return the rows that count, by client, and the others with the reason. With fewer than `min_updates` none counts."""
         good = [row for row in range(len(updates.clients)) if row not in bad]
         if len(good) < self.min_updates:
-            too_few = f"only {len(good)} updates of this round can be used, and it needs {self.min_updates}"
+            needed = f"min_updates = {self.min_updates} (in a federation min_replies)"
+            too_few = f"only {len(good)} updates of this round can be used, fewer than {needed}"
             return np.zeros(0, np.int64), {**dict.fromkeys(good, too_few), **bad}
         return np.array(sorted(good, key=lambda row: updates.clients[row]), np.int64), dict(bad)
 

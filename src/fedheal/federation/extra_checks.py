@@ -83,7 +83,7 @@ def find_far_extras(
     sent = {client: _measure_messages(reply.messages) for client, reply in replies.items()}
     far = {client: f"buffers with {why}" for client, why in find_far_norms(moved, EXTRA_FACTOR).items()}
     far |= {client: f"messages with {why}" for client, why in find_far_norms(sent, EXTRA_FACTOR).items()}
-    for name in set(needs) - COUNTS:
+    for name in sorted(set(needs) - COUNTS):
         far |= find_far_metrics(name, {c: reply.metrics[name] for c, reply in replies.items() if name in reply.metrics})
     return far
 
