@@ -201,7 +201,8 @@ def tabulate_tests(groups: Mapping[str, Sequence[Run]], control: str) -> tuple[l
         of_control = {run.experiment.seed: run.numbers[column] for run in groups[control]}
         paired = [run for run in groups[labels[c.a]] if run.experiment.seed in of_control]
         better = sum(sign * (run.numbers[column] - of_control[run.experiment.seed]) > 0 for run in paired)
-        numbers = [f"{c.mean:+.2f}", f"{c.low:+.2f} to {c.high:+.2f}", f"{better} of {c.n}"]
+        interval = "" if c.low is None or c.high is None else f"{c.low:+.2f} to {c.high:+.2f}"  # one seed has none
+        numbers = [f"{c.mean:+.2f}", interval, f"{better} of {c.n}"]
         lines.append([labels[c.a], column, *numbers, f"{c.p_adjusted:.3f}", f"{c.smallest_p_adjusted:.3f}"])
     notes = [
         f"p is that of a two-sided paired test over the seeds that both have, after Holm's correction over "

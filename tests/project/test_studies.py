@@ -1,4 +1,4 @@
-"""tools/results_studies.py compares methods on the embedded digits, and the findings have its numbers."""
+"""tools/results_studies.py compares methods on the embedded digits, and the guides have its numbers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fedheal import Experiment
 from made_up import make_run
 
 ROOT = Path(__file__).parents[2]
+HALF = {"handwritten": 200, "print": 200, "street": 150, "display": 40}  # examples of a client
 ACCURACY = {"handwritten": 90.0, "print": 98.0, "street": 92.0, "display": 60.0}
 
 
@@ -57,6 +58,21 @@ def test_a_row_outside_the_family_is_shown_but_not_tested(studies, study, tmp_pa
     assert "open runs" not in page
 
 
+def test_a_row_with_a_server_optimiser_is_subtracted_and_one_with_another_rate_is_not(studies, study, tmp_path):
+    for method, points in (("fedavg+uniform", 8.0), ("fedavg+uniform+fedadam", 12.0)):
+        make_run(tmp_path / "embedded", "embedded", method, add_to_display(points), 20, seed=8)
+    make_run(tmp_path / "embedded", "embedded", "fedavg", add_to_display(0), 20, seed=8, lr=0.02)
+    rows = [
+        row
+        for row in studies.STUDIES[0].rows
+        if row.label in ("FedAvg", "uniform weights", "uniform weights with FedAdam")
+    ]
+    page = "\n".join(studies.write_study(replace(study, rows=rows), tmp_path))
+    assert "| uniform weights with FedAdam | +0.00 | +0.00 | +0.00 | +4.00 | +1.00 |" in page
+    assert "| FedAvg | +" not in page
+    assert "| FedAvg | -" not in page
+
+
 def test_nothing_is_written_without_runs(studies, tmp_path):
     assert studies.write_studies(tmp_path) == []
 
@@ -68,6 +84,7 @@ def test_nothing_is_written_without_runs(studies, tmp_path):
         ("fedavg+uniform", {"seed": 8}, "confirmation/embedded"),
         ("feddg", {"clients_per_domain": 1, "rounds": 10, "epochs": 1, "lr": 0.005}, "local-methods/embedded"),
         ("fedheal+fedadam:eta=0.03", {"clients_per_domain": 1, "eval_every": 5}, "server-optimisers/embedded"),
+        ("fccl", {"samples_per_client": HALF, "rounds": 10, "eval_every": 5}, "public-images/embedded"),
     ],
 )
 def test_collecting_knows_the_folder_of_a_study(studies, tmp_path, method, fields, folder):
@@ -97,14 +114,19 @@ def test_pictures_have_the_methods_in_their_order(studies, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "heading"),
-    [(0, "## The embedded digits\n"), (1, "## FedDG, FedSAM, FedLESAM and FedISM\n"), (2, "## Server optimisers\n")],
+    ("number", "guide", "heading"),
+    [
+        (0, "findings", "## The embedded digits\n"),
+        (1, "findings", "## FedDG, FedSAM, FedLESAM and FedISM\n"),
+        (2, "findings", "## Server optimisers\n"),
+        (3, "methods", "### `fcclplus`\n"),
+    ],
 )
-def test_the_tables_of_the_findings_are_those_of_the_results(studies, number, heading):
-    title = f"## {studies.STUDIES[number].title}\n"
-    page, findings = ((ROOT / name).read_text(encoding="utf-8") for name in ("results/README.md", "docs/findings.md"))
+def test_the_tables_of_the_guides_are_those_of_the_results(studies, number, guide, heading):
+    title, level = f"## {studies.STUDIES[number].title}\n", heading.split()[0]
+    page, text = ((ROOT / name).read_text(encoding="utf-8") for name in ("results/README.md", f"docs/{guide}.md"))
     written = page.partition(title)[2].partition("\n## ")[0].splitlines()
-    section = findings.partition(heading)[2].partition("\n## ")[0].splitlines()
+    section = text.partition(heading)[2].partition(f"\n{level} ")[0].splitlines()
     rows = [line for line in section if " ± " in line]
     assert len(rows) >= len(studies.STUDIES[number].rows)
     assert [row for row in rows if row not in written] == []
