@@ -19,6 +19,7 @@ OWN = Domains("mine", ("cat", "dog"), (Domain("photos", SPLIT, SPLIT),), (1,), (
 def test_valid_data_pass() -> None:
     check_domains(OWN, "mine:load")
     check_domains(replace(OWN, clients_per_domain=[np.int64(2)], classes=["cat", "dog"]), "mine:load")
+    check_domains(replace(OWN, classes=("night\u3000scan", "夜")), "mine:load")
 
 
 @pytest.mark.parametrize(
@@ -65,8 +66,24 @@ def test_invalid_splits(train: Any, message: str) -> None:
         ("domains", None, "domains must be tuple, got NoneType"),
         ("domains", ("photos",), r"domains\[0\] must be fedheal.data.domains.Domain, got str"),
         ("domains", (), "at least one is needed"),
+        ("domains", (Domain(3, SPLIT, SPLIT),), r"domains\[0\].name = 3 must be text, got int: give it as a string"),
+        ("domains", (Domain(" ", SPLIT, SPLIT),), r"domains\[0\].name = ' ': give a name that is not empty"),
+        ("domains", (Domain("a\x1b[2J", SPLIT, SPLIT),), r"domains\[0\].name = .* has no control characters"),
+        ("domains", (Domain("\udc80", SPLIT, SPLIT),), r"domains\[0\].name = .* has no control characters"),
+        ("classes", (0, 1), r"classes\[0\] = 0 must be text, got int"),
+        ("classes", ("cat", ""), r"classes\[1\] = '': give a name that is not empty"),
+        ("classes", ("cat", "cat"), "two classes are called 'cat': give each a name of its own"),
+        ("name", "", "name = '': give a name that is not empty"),
+        ("name", 3, "name = 3 must be text, got int"),
     ],
 )
 def test_invalid_fields(field: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"data 'mine:load': .*{message}"):
         check_domains(replace(OWN, **{field: value}), "mine:load")
+
+
+def test_images_of_a_domain_have_one_size() -> None:
+    wide = Split(torch.zeros(4, 3, 8, 9, dtype=torch.uint8), LABELS)
+    message = "data 'mine:load': photos: the training images are 8 x 9 and the test images 8 x 8 pixels: bring them to"
+    with pytest.raises(ValueError, match=message):
+        check_domains(replace(OWN, domains=(Domain("photos", wide, SPLIT),)), "mine:load")

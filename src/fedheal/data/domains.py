@@ -7,6 +7,7 @@ assigns the training images to clients.
 from __future__ import annotations
 
 import hashlib
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
@@ -112,12 +113,19 @@ class Domains:
 
 def check_domains(data: Domains, name: str) -> None:
     """Raise ValueError if a user's data set is inconsistent."""
+    _check_name(data.name, f"data '{name}': name")
     for field in ("domains", "classes", "clients_per_domain", "samples_per_client"):
         _require_type(getattr(data, field), (tuple, list), f"data '{name}': {field}")
     for number, domain in enumerate(data.domains):
         _require_type(domain, (Domain,), f"data '{name}': domains[{number}]")
+        _check_name(domain.name, f"data '{name}': domains[{number}].name")
         for part in ("train", "test"):
             _check_split(getattr(domain, part), f"data '{name}': {domain.name}/{part}", len(data.classes))
+        _check_same_size(domain, f"data '{name}': {domain.name}")
+    for number, label in enumerate(data.classes):
+        _check_name(label, f"data '{name}': classes[{number}]")
+        if label in data.classes[:number]:
+            raise ValueError(f"data '{name}': two classes are called {label!r}: give each a name of its own")
     names = [domain.name for domain in data.domains]
     if not names or len(set(names)) != len(names):
         raise ValueError(f"data '{name}': the domains are {names}; at least one is needed, with unique names")
@@ -132,6 +140,23 @@ def check_domains(data: Domains, name: str) -> None:
                 raise ValueError(
                     f"data '{name}': the entries of {field} must be whole numbers of at least {minimum}, got {number!r}"
                 )
+
+
+def _check_name(name: object, where: str) -> None:
+    """Raise ValueError unless a name is text that tables and file names can show."""
+    if not isinstance(name, str):
+        raise ValueError(f"{where} = {name!r} must be text, got {type(name).__name__}: give it as a string")
+    if not name.strip() or not all(c.isprintable() or unicodedata.category(c) == "Zs" for c in name):
+        raise ValueError(f"{where} = {name!r}: give a name that is not empty and has no control characters")
+
+
+def _check_same_size(domain: Domain, where: str) -> None:
+    """Raise ValueError if the training and test images of a domain differ in height or width."""
+    train, test = (" x ".join(map(str, split.images.shape[2:])) for split in (domain.train, domain.test))
+    if len(domain.train) and len(domain.test) and train != test:
+        raise ValueError(
+            f"{where}: the training images are {train} and the test images {test} pixels: bring them to one size"
+        )
 
 
 def _check_split(split: Split, where: str, classes: int) -> None:
