@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import fedheal
 import layouts
+from command_line import assert_sentence
 from fedheal import data
 from fedheal.cli import app
 from fedheal.data.archive import read_export
@@ -265,7 +266,7 @@ def pets(tmp_path: Path, call) -> tuple[Path, Path]:
         layouts.image_folders(tmp_path / "pets" / name, {"cat": 15, "dog": 15}, number)
     done = call("data", "export", "folder:pets", "--seeds", "1", *SMALL)
     assert done.code == 0, done.err
-    return tmp_path / "pets", tmp_path / "folder.export"
+    return tmp_path / "pets", tmp_path / "pets.export"
 
 
 @pytest.mark.slow
@@ -278,6 +279,24 @@ def test_an_export_of_own_folders_runs_the_same_there(pets: tuple[Path, Path], c
         fedheal.run(Experiment(**KEYS | {"seed": 7}, data=f"folder:{pets[1]}"), progress=False)
     done = call("data", "check", f"folder:{pets[1]}")
     assert (done.code, "an export" in done.out, "photos, sketches" in done.out) == (0, True, True)
+
+
+def test_an_export_never_replaces_one_of_other_data(pets: tuple[Path, Path], tmp_path: Path, call) -> None:
+    other = tmp_path / "others" / "pets"
+    for number, name in enumerate(("photos", "sketches"), 2):
+        layouts.image_folders(other / name, {"cat": 15, "dog": 15}, number)
+    before = pets[1].read_bytes()
+    refused = call("data", "export", f"folder:{other}", "--seeds", "1", *SMALL)
+    assert_sentence(
+        refused, "pets.export exists already and is no export of these data: remove it, or name another file"
+    )
+    assert pets[1].read_bytes() == before
+    for word in ("pets", "others/pets"):
+        (tmp_path / "notes.txt").write_text("mine")
+        done = call("data", "export", f"folder:{word}", "--seeds", "1", "--out", "notes.txt", *SMALL)
+        assert_sentence(done, "notes.txt exists already")
+    again = call("data", "export", "folder:pets", "--seeds", "2", *SMALL)  # of the same data, for other seeds
+    assert (again.code, pets[1].read_bytes() == before) == (0, False), again
 
 
 def test_own_folders_say_themselves_where_they_lie(pets: tuple[Path, Path], digits: Path, call) -> None:

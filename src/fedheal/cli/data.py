@@ -23,13 +23,14 @@ from fedheal.cli.parsing import Command
 from fedheal.data import DATASETS, SPECS, DataRequest, find_spec, on_disk
 from fedheal.data.archive import read_export, read_manifest
 from fedheal.data.cache import prepare_data
+from fedheal.data.domains import Domains
 from fedheal.data.download import check_origin, download_domain
 from fedheal.data.locate import DomainStatus, inspect_domains, locate_domains, resolve_root
 from fedheal.data.specs import DatasetSpec
 from fedheal.data.splits import choose_classes, note_class_differences
 from fedheal.runs.folder import make_folder, write_text
 from fedheal.simulate.build import load_domains, make_data_request, partition_clients
-from fedheal.simulate.experiment import Experiment, parse_overrides
+from fedheal.simulate.experiment import Experiment, make_folder_name, parse_overrides
 
 data_app = typer.Typer()  # `DataGroup` of app.py has its help
 
@@ -194,7 +195,7 @@ def prepare_command(
 @data_app.command("export", cls=Command)
 def export_command(
     data: Data,
-    out: Annotated[Path | None, typer.Option(help="The file; <data>.export if not given.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file; <data>.export or <folder>.export if not given.")] = None,
     seeds: Annotated[str, typer.Option(help="A number of seeds (5), a range (0-4) or a list (1,4,8-12).")] = "0-4",
     data_root: Root = None,
     allow_missing: AllowMissing = False,
@@ -217,11 +218,26 @@ def export_command(
     domains = on_disk.build_domains(dataset, prepare_data(dataset.inputs))
     experiments = [experiment.model_copy(update={"seed": seed}) for seed in chosen_seeds]
     clients = [client for one in experiments for client in partition_clients(one, domains)]
-    path = out or Path(f"{domains.name}.export")
+    path = out or Path(f"{make_folder_name(Path(experiment.data).name)}.export")
+    _check_replaces_same_data(path, domains)
     on_disk.export_images(dataset, clients, {"seeds": chosen_seeds, "fields": list(words or ())}, path)
     for note in domains.notes:
         typer.echo(f"Note: {note}.")
     typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB), for the seeds {', '.join(map(str, chosen_seeds))}")
+
+
+def _check_replaces_same_data(path: Path, domains: Domains) -> None:
+    """Raise ValueError if the file that an export would replace is anything but an export of the same data."""
+    if not path.exists():
+        return
+    try:
+        is_same = read_manifest(path).identity == domains.identity
+    except ValueError:
+        is_same = False
+    if not is_same:
+        raise ValueError(
+            f"{path} exists already and is no export of these data: remove it, or name another file by --out"
+        )
 
 
 def _make_file_name(data: str, part: str) -> str:
