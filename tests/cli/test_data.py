@@ -169,6 +169,12 @@ def test_show_writes_a_sheet_for_each_domain(root: Path, call, tmp_path: Path) -
     assert first not in ((255, 255, 255), second)
 
 
+def test_a_failed_show_leaves_no_folder(root: Path, call, tmp_path: Path) -> None:
+    words = ["--clients", "--data-root", root, "--out", tmp_path / "sheets", "clients_per_domain=mnistt=3"]
+    assert_sentence(call("data", "show", "digits", *words), "clients_per_domain names 'mnistt'")
+    assert not (tmp_path / "sheets").exists()
+
+
 def test_show_clients_draws_and_prints_what_each_holds(root: Path, call, tmp_path: Path) -> None:
     table = "clients_per_domain=mnist=3 usps=1 svhn=2 syn_standin=1"
     words = ["samples_per_client=6", table, "pathological=2", "seed=4"]

@@ -108,6 +108,7 @@ def show_command(
 
     experiment = _make_experiment(data, data_root, allow_missing, words)
     domains = load_domains(experiment)
+    partition = partition_clients(experiment, domains) if clients else ()  # first: a failure leaves no folder
     make_folder(out)
     if not clients:
         for domain in domains.domains:
@@ -115,7 +116,6 @@ def show_command(
             preview.draw_contact_sheet(domain, domains.classes).save(path)
             typer.echo(f"{path}")
         return
-    partition = partition_clients(experiment, domains)
     counts = preview.count_labels(domains, partition)
     rows = [[c.id, c.domain, str(n.sum()), *map(str, n)] for c, n in zip(partition, counts, strict=True)]
     _print_clients(rows, domains.classes)
