@@ -17,7 +17,7 @@ from fedheal import methods
 from fedheal.core.rng import SEED_FIELDS
 from fedheal.runs.schema import FREE, LATER_SETTINGS
 from fedheal.simulate.build import build_server_optimizer
-from fedheal.simulate.experiment import RUN_NAME_LENGTH, Experiment, parse_override
+from fedheal.simulate.experiment import RUN_NAME_LENGTH, Experiment, format_value, parse_override
 from tiny_data import QUICK, quick
 from tiny_runs import get_model_bytes
 
@@ -249,6 +249,25 @@ def test_a_fraction_may_be_written_without_its_zero() -> None:
     assert Experiment.read(overrides=["tau=.4", "lr=.5"]).identity == Experiment(tau=0.4, lr=0.5).identity
 
 
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("a=1 b=2", {"a": 1, "b": 2}),
+        (" a=1,b=2 ", {"a": 1, "b": 2}),
+        ("a=1, b=2,", {"a": 1, "b": 2}),
+        ("a=1 b=2,c=3", {"a": 1, "b": 2, "c": 3}),
+        ("night scan=1 sketch=2", {"night scan": 1, "sketch": 2}),
+        ("night scan=1,old  sketch=2", {"night scan": 1, "old  sketch": 2}),
+        ("night scan=1", {"night scan": 1}),
+        ("iso=100=1,a = 2", {"iso=100": 1, "a": 2}),
+    ],
+)
+def test_numbers_for_domains_whose_names_have_spaces(text: str, numbers: dict[str, int]) -> None:
+    experiment = Experiment(clients_per_domain=text)
+    assert experiment.clients_per_domain == numbers
+    assert Experiment(clients_per_domain=format_value(experiment.clients_per_domain)) == experiment
+
+
 @pytest.mark.parametrize("word", ["rounds", "=3", "", "a-b=3", "3=a", "a b=3", "-x=1"])
 def test_what_is_no_word_is_refused(word: str) -> None:
     with pytest.raises(ValueError, match="should be key=value"):
@@ -290,6 +309,14 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"width": 0}, ["width", "0"]),
     ({"clients_per_domain": 0}, ["clients_per_domain", "0"]),
     ({"samples_per_client": -3}, ["samples_per_client", "-3"]),
+    (
+        {"samples_per_client": "night scan"},
+        ["samples_per_client = 'night scan': use a number", "as in 'mnist=5 usps=3'"],
+    ),
+    ({"clients_per_domain": "a=1 b"}, ["clients_per_domain = 'a=1 b': use a number of 1 or more"]),
+    ({"clients_per_domain": "=3"}, ["clients_per_domain = '=3': use a number of 1 or more"]),
+    ({"clients_per_domain": ","}, ["clients_per_domain = ',': use a number of 1 or more"]),
+    ({"fraction": "a=2,b=0.1"}, ["fraction = 'a=2,b=0.1': use a fraction of at most 1", "'mnist=0.1 usps=0.2'"]),
     ({"augment": "mixup"}, ["augment", "mixup", "crop"]),
     ({"server_optimizer": "lion"}, ["server_optimizer", "lion", "adam"]),
     ({"server_lr": 0}, ["server_lr", "0"]),

@@ -33,6 +33,7 @@ RUN_NAME_LENGTH = 120
 SERVER_FIELDS = {f"server_{name}": name for name in ("optimizer", "lr", "momentum", "beta2", "eps")}
 # Fields that may have one value for each domain.
 PER_DOMAIN: dict[str, type] = {"clients_per_domain": int, "samples_per_client": int, "fraction": float}
+PER_DOMAIN_WORD = re.compile(r"\S.*?=\S+(?=\s|$)|\S.*")  # `night scan=5`, or what is none
 # Fields that have an effect only with some values of another field.
 USED_WITH = {
     "lr_decay": ("lr_schedule", ("step", "exponential")),
@@ -357,19 +358,24 @@ def parse_override(word: str) -> tuple[str, Any]:
 
 
 def parse_per_domain(field: str, value: Any, kind: type) -> Any:
-    """Check a number, or one number per domain, which may also be given as words: `mnist=5 usps=3`.
+    """Check a number, or one number per domain, which may also be given as words: `mnist=5 usps=3` or `mnist=5,usps=3`.
 
-    >>> parse_per_domain("clients_per_domain", "mnist=5 usps=3", int)
-    {'mnist': 5, 'usps': 3}
+    >>> parse_per_domain("clients_per_domain", "night scan=5, sketch=3", int)
+    {'night scan': 5, 'sketch': 3}
     """
-    if isinstance(value, str):
-        pairs = [word.partition("=") for word in value.replace(",", " ").split()]
-        value = {name: parse_override(f"x={number}")[1] for name, _, number in pairs} if pairs else value
-    for number in value.values() if isinstance(value, dict) else [value]:
+    given = value
+    if isinstance(value, str) and value.strip(" ,"):
+        words = [word for piece in value.split(",") for word in PER_DOMAIN_WORD.findall(piece)]
+        pairs = [word.rpartition("=") for word in words]
+        value = {name.strip(): parse_override(f"x={number}")[1] for name, _, number in pairs}
+    for name, number in value.items() if isinstance(value, dict) else [(field, value)]:
         is_number = isinstance(number, int) if kind is int else isinstance(number, (int, float))
-        if not is_number or isinstance(number, bool) or not 0 < number <= (2**62 if kind is int else 1):
-            wanted = "a number of 1 or more" if kind is int else "a fraction of at most 1"
-            raise ValueError(f"{field} = {value!r}: use {wanted}, or one per domain, as in 'mnist=5 usps=3'")
+        is_allowed = is_number and not isinstance(number, bool) and 0 < number <= (2**62 if kind is int else 1)
+        if not is_allowed or not name:
+            wanted, example = "a number of 1 or more", "mnist=5 usps=3"
+            if kind is float:
+                wanted, example = "a fraction of at most 1", "mnist=0.1 usps=0.2"
+            raise ValueError(f"{field} = {given!r}: use {wanted}, or one per domain, as in '{example}'")
     return value
 
 
