@@ -115,9 +115,11 @@ def test_resnet_takes_the_sizes_of_both_comparisons() -> None:
 
 
 def test_small_cnn_refuses_small_images() -> None:
-    with pytest.raises(
-        ValueError, match=r"^small_cnn needs images of at least 32 x 32 pixels, got 16 x 20: set image_size=32$"
-    ):
+    remedies = (
+        "set image_size=32 for images on disk, resize those of your own function or Domains, or use another model"
+    )
+    message = f"^small_cnn needs images of at least 32 x 32 pixels, got 16 x 20: {remedies}$"
+    with pytest.raises(ValueError, match=message):
         SmallCNN(10)(torch.randn(1, 3, 16, 20))
 
 

@@ -272,9 +272,11 @@ def test_the_folder_of_a_method_that_only_another_program_knows_is_refused(tmp_p
         fedheal.run(quick(), tmp_path / "run", resume=True)
 
 
-@pytest.mark.parametrize("data", ["embedded", "tiny_data:load"])
-def test_images_that_come_as_they_are_have_no_other_size(data):
-    with pytest.raises(ValueError, match=r"image_size = 16: the images of '.*' are not resized"):
+@pytest.mark.parametrize(
+    ("data", "remedy"), [("embedded", ""), ("tiny_data:load", ", or resize them in your function")]
+)
+def test_images_that_come_as_they_are_have_no_other_size(data, remedy):
+    with pytest.raises(ValueError, match=f"image_size = 16: the images of '.*' are not resized; leave it out{remedy}$"):
         run(data=data, image_size=16)
 
 

@@ -89,7 +89,8 @@ def find_loader(name: str, request: DataRequest | None = None) -> Callable[[], D
     if name in SPECS or name.startswith(FOLDER_PREFIX):
         return functools.partial(load_opened, open_dataset(*find_spec(name, request)))
     if request.size is not None and (":" in name or name == "embedded"):
-        raise ValueError(f"image_size = {request.size}: the images of {name!r} are not resized; leave it out")
+        own = "" if name == "embedded" else ", or resize them in your function"
+        raise ValueError(f"image_size = {request.size}: the images of {name!r} are not resized; leave it out{own}")
     if name == "embedded":
         return _load_embedded_once
     if ":" not in name:

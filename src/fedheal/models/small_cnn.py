@@ -36,7 +36,8 @@ class SmallCNN(nn.Module):
         """Return the features of images, `[N, feature_size]`."""
         if min(x.shape[-2:]) < 8 * GRID:
             raise ValueError(
-                f"small_cnn needs images of at least 32 x 32 pixels, got {x.shape[-2]} x {x.shape[-1]}: set image_size=32"
+                f"small_cnn needs images of at least 32 x 32 pixels, got {x.shape[-2]} x {x.shape[-1]}: "
+                "set image_size=32 for images on disk, resize those of your own function or Domains, or use another model"
             )
         maps: torch.Tensor = self.body(x.contiguous(memory_format=torch.channels_last))
         if maps.shape[-2:] != (GRID, GRID):  # its gradient has no deterministic kernel on GPUs

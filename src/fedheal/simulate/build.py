@@ -38,8 +38,8 @@ def load_domains(experiment: Experiment) -> Domains:
     given = experiment.data_object
     if given is not None:
         if experiment.image_size is not None:
-            size = f"image_size = {experiment.image_size}"
-            raise ValueError(f"{size}: the images of '{experiment.data}' are not resized; leave it out")
+            problem = f"image_size = {experiment.image_size}: the images of '{experiment.data}' are not resized"
+            raise ValueError(f"{problem}; leave it out, or resize them in your Domains")
         return given.domains
     check_is_name("data", experiment.data)
     return datasets.load_dataset(experiment.data, make_data_request(experiment))
