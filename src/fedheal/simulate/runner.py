@@ -171,8 +171,8 @@ def _check_arguments(
     if experiment.workers > 1 and experiment.engine != "ray":
         check_main_guard("workers", experiment.workers)
     check_type("callbacks", callbacks, Collection, "give a list of fedheal.Callback values")
-    for callback in callbacks:
-        check_type("callbacks", callback, Callback, "give a list of fedheal.Callback values")
+    for i, callback in enumerate(callbacks):
+        check_type(f"callbacks[{i}]", callback, Callback, "give an instance of a fedheal.Callback")
 
 
 def load(folder: str | Path, module: nn.Module | None = None) -> nn.Module:
