@@ -136,11 +136,12 @@ def describe_allowed(problem: Mapping[str, Any]) -> str:
 def suggest(word: str, known: list[str]) -> str:
     """Return " (did you mean ...?)" with the closest of the known words, or "" if none is close.
 
-    >>> suggest("taw", ["tau", "beta"])
-    " (did you mean 'tau'?)"
+    >>> suggest("taw", ["tau", "beta"]), suggest("FedHEAL", ["fedheal"])
+    (" (did you mean 'tau'?)", " (did you mean 'fedheal'?)")
     """
-    close = difflib.get_close_matches(word, known, 1, 0.6)
-    return f" (did you mean '{close[0]}'?)" if close else ""
+    by_lower_case = {name.lower(): name for name in reversed(known)}
+    close = difflib.get_close_matches(word.lower(), by_lower_case, 1, 0.6)
+    return f" (did you mean '{by_lower_case[close[0]]}'?)" if close else ""
 
 
 def shorten_list(items: Sequence[str], limit: int = 3, separator: str = ", ") -> str:

@@ -90,7 +90,12 @@ def parse_parts(name: str, table: Mapping[str, Callable[..., Any]]) -> list[Part
     >>> [part.format_explicit() for part in parse_parts("a:ridge=1e+2+b", {"a": lambda ridge=1.0: 0, "b": lambda: 0})]
     ['a:ridge=100.0', 'b']
     """
-    return [_parse_part(text.strip(), table) for text in re.split(r"\+(?!\d)", name)]  # 1e+2 is a number
+    texts = [text.strip() for text in re.split(r"\+(?!\d)", name)]  # 1e+2 is a number
+    if not all(texts):
+        problem = "ends with '+'" if not texts[-1] else "has a '+' without a part before it"
+        problem = problem if any(texts) else "is empty"
+        raise ValueError(f"method '{name}' {problem}: name the part that belongs there, as in 'fedprox+fedheal'")
+    return [_parse_part(text, table) for text in texts]
 
 
 def _parse_part(text: str, table: Mapping[str, Callable[..., Any]]) -> Part:
