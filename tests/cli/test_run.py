@@ -67,6 +67,7 @@ WRONG = [
     (["data=tiny_data:leaving_without_data"], ["the data set's function", "raised SystemExit"]),
     (["model=tiny_data.py:linear"], ["'tiny_data.py:linear' cannot be imported", "; leave out .py: tiny_data:linear"]),
     (["model=tiny_data.linear"], ["there is no model 'tiny_data.linear' (did you mean 'tiny_data:linear'?)"]),
+    (["model=nn.Linear"], ["there is no model 'nn.Linear'; choose one of small_cnn"]),
     (["model=tiny_data.py"], ["there is no model 'tiny_data.py' (did you mean 'tiny_data:factory'?)"]),
     (["model=tiny_data:SIDE"], ["'tiny_data:SIDE' cannot be imported: 'SIDE' is an int, not a function"]),
     (["model=tiny_data:Unpooled", "method=fedproto"], ["tiny_data:Unpooled", "in training"]),

@@ -1,6 +1,7 @@
 """Import a user's function by its path, "package.module:function", and our kernels where they can run."""
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
@@ -31,6 +32,18 @@ def import_function(what: str, path: str) -> Callable[..., Any]:
         problem = kind if function is not None else f"{module!r} has no function {attribute!r}"
         raise ValueError(f"the {what} {path!r} cannot be imported: {problem}")
     return function  # type: ignore[no-any-return]
+
+
+def is_importable(module: str) -> bool:
+    """Return whether Python finds a module of that name. Packages that it is in are imported, the module is not.
+
+    >>> is_importable("importlib.util"), is_importable("importlib.utils"), is_importable("nn")
+    (True, False, False)
+    """
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (Exception, SystemExit):  # a user's package may raise anything
+        return False
 
 
 @cache

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from fedheal.core.errors import add_article, format_error, suggest
-from fedheal.core.import_path import import_function
+from fedheal.core.import_path import import_function, is_importable
 from fedheal.models.from_libraries import build_library_model, is_library_name
 from fedheal.models.pretrained import load_weights, read_weights
 from fedheal.models.resnet import BLOCKS, ResNet, build_resnet
@@ -91,6 +91,6 @@ def build(name: str, classes: int, weights: str | None = None, **kwargs: Any) ->
 def _suggest_model(name: str) -> str:
     """Return what a name that is no model's may mean: an import path without its colon, or a similar name."""
     module, dot, function = name.rpartition(".")
-    if dot and re.fullmatch(r"\w+(\.\w+)*", name):
+    if dot and re.fullmatch(r"\w+(\.\w+)*", name) and is_importable(module):
         return f" (did you mean '{module}:{'factory' if function == 'py' else function}'?)"
     return suggest(name, list(MODELS))
