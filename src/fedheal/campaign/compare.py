@@ -159,6 +159,7 @@ def choose_seeds(
         return [{"seed": seed} for seed in _list_seeds(DEFAULT_SEEDS if seeds is None else seeds)]
     if seeds is not None:
         raise ValueError(f"seeds = {seeds}: vary sets the seeds itself; leave one of the two out")
+    given = vary
     if isinstance(vary, str):
         pairs = [word.partition("=") for word in re.split(r",(?=\s*[a-z])", vary)]
         names = [name.strip() for name, _, _ in pairs]
@@ -169,8 +170,10 @@ def choose_seeds(
                 raise ValueError(f"vary = {vary}: {name} needs a number, as in {name}=5")
         vary = dict(zip(names, (levels for _, _, levels in pairs), strict=True))
     check_type("vary", vary, Mapping, VARY_REMEDY)
-    if not vary or not set(vary) <= set(SOURCES):
-        raise ValueError(f"vary = {vary}: {VARY_REMEDY}")
+    unknown = [str(name) for name in vary if name not in SOURCES]
+    if not vary or unknown:
+        problem = f"there is no source '{unknown[0]}'{suggest(unknown[0], list(SOURCES))}; " if any(unknown) else ""
+        raise ValueError(f"vary = {given}: {problem}{VARY_REMEDY}")
     levels = {f"{source}_seed": _list_seeds(vary[source], f"vary: {source}") for source in SOURCES if source in vary}
     for field, numbers in levels.items():
         if len(numbers) < 2:
@@ -179,7 +182,7 @@ def choose_seeds(
                 f"vary: {source} has one seed, but needs two or more to vary: use {source}=5, or {field}=..."
             )
     if math.prod(map(len, levels.values())) > MAX_SEEDS:
-        raise ValueError(f"vary = {vary}: use at most {MAX_SEEDS:,} combinations")
+        raise ValueError(f"vary = {given}: use at most {MAX_SEEDS:,} combinations")
     return [dict(zip(levels, numbers, strict=True)) for numbers in product(*levels.values())]
 
 
