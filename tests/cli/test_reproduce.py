@@ -37,6 +37,8 @@ def test_a_result_of_the_paper_beside_ours(call, tmp_path: Path) -> None:
         (["table1", "--smoke", "--rounds", "0"], "rounds = 0"),
         (["table1", "--smoke", "--seeds", "x"], "seeds = x"),
         (["table1", "--smoke", "method=fedavg"], "method is set by the recipe"),
+        (["tau", "tau=0.4"], "tau is set by the recipe: leave out tau=0.4"),
+        (["table1", "beta=0.4"], "beta is set by the recipe: leave out beta=0.4"),
         (["consistency", "--smoke", "clients_per_domain=2"], "clients_per_domain is set by the recipe"),
         (["table1", "--smoke", "--rounds", "1", "rounds=2"], "'rounds' is given twice: rounds=1 and rounds=2"),
         (

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedheal.campaign.jobs import Job
+from fedheal.methods import get
 from fedheal.reproduce import paper
 from fedheal.runs.schema import FREE
 from fedheal.simulate.experiment import Experiment
@@ -85,6 +86,8 @@ def plan_recipe(recipe: Recipe, options: Options, out: Path) -> list[RecipePlan]
     _refuse_fixed(("seed", "method", "name", "data"), options.values)
     data_sets = tuple(options.data) or ((SMOKE_DATA,) if options.smoke else recipe.data)
     selected = _select_rows({data: recipe.list_rows(data) for data in data_sets}, options.rows)
+    parameters = {key for rows in selected.values() for row in rows for key in get(row.method).parameters}
+    _refuse_fixed(parameters - Experiment.model_fields.keys(), options.values)
     return [_plan_data_set(recipe, data, rows, options, out) for data, rows in selected.items()]
 
 
