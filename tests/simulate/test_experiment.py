@@ -351,6 +351,11 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"method": None}, ["method", "None"]),
     ({"method": {"name": "fedheal"}}, ["method"]),
     ({"method": "fedhael"}, ["fedhael", "did you mean 'fedheal'"]),
+    ({"method": "FedHEAL"}, ["FedHEAL", "did you mean 'fedheal'"]),
+    ({"method": "fedheal+"}, ["method 'fedheal+' ends with '+': name the part", "as in 'fedprox+fedheal'"]),
+    ({"method": "+fedheal"}, ["method '+fedheal' has a '+' without a part before it: name the part"]),
+    ({"method": "fedprox++fedheal"}, ["method 'fedprox++fedheal' has a '+' without a part before it"]),
+    ({"method": " "}, ["method ' ' is empty: name the part"]),
     ({"taw": 0.3}, ["taw", "did you mean 'tau'"]),
     ({"round": 3}, ["round", "did you mean 'rounds'"]),
     ({"bogus": 3}, ["bogus", "tau", "beta"]),
@@ -364,7 +369,13 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"fael": "x"}, ["fael", "x", "momentum"]),
     ({"method": "fedavg", "tau": 0.3}, ["tau", "fedavg"]),
     ({"method": "fedheal:tau=0.2", "tau": 0.3}, ["tau", "0.2", "0.3"]),
-    ({"method": methods.get("fedheal"), "tau": 0.3}, ["tau"]),
+    (
+        {"method": methods.get("fedheal"), "tau": 0.3},
+        ["a Method brings its own", "methods.get('fedavg+fedheal', tau=0.3)"],
+    ),
+    ({"method": methods.get("fedprox:mu=0.5"), "mu": 2}, ["methods.get('fedprox', mu=2)"]),
+    ({"method": methods.get("fedavg"), "roundz": 2}, ["did you mean 'rounds'", "set them where you make it"]),
+    ({"data": Path("photos")}, ["data is a path, 'photos': give your image folders as 'folder:photos'"]),
 ]
 
 

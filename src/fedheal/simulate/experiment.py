@@ -160,8 +160,7 @@ class Experiment(BaseModel):
         elif not isinstance(method, Method):
             raise ValueError(f"{name_value('method', method)}: {METHOD_REMEDY}")
         elif parameters:
-            unknown = next(iter(parameters))
-            raise ValueError(f"unknown field '{unknown}'{suggest(unknown, list(cls.model_fields))}")
+            raise ValueError(_describe_field_beside_method(method, *next(iter(parameters.items()))))
         elif not method.parts and methods.is_known(method.name):
             raise ValueError(f"method '{method.name}' exists already: give yours another name")
         fields |= _take_server(fields)
@@ -438,6 +437,15 @@ def _complete_method(name: str, defaults: Mapping[str, Any], parameters: Mapping
     # Other methods' parameters may share a name: FedFV's tau is a number of rounds.
     missing = {k: v for k, v in defaults.items() if isinstance(known.get(k), float) and k not in explicit}
     return methods.get(name, **missing | dict(parameters)) if missing or parameters else method
+
+
+def _describe_field_beside_method(method: Method, key: str, value: Any) -> str:
+    """Say that a key is no field, and where the parameters of a method that is given as a value are set."""
+    advice = "a Method brings its own parameters: set them where you make it"
+    if key in method.parameters:
+        name = "+".join(part.unset([key]).format_explicit() for part in method.parts)
+        advice += f", as in fedheal.methods.get({name!r}, {key}={value!r})"
+    return f"unknown field '{key}'{suggest(key, list(Experiment.model_fields))}; {advice}"
 
 
 def _describe_error(error: ValidationError) -> str:

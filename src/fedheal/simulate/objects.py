@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from types import CodeType
 from typing import Any
 
@@ -20,6 +21,7 @@ from fedheal.core.errors import add_article, format_error, name_value
 from fedheal.core.layout import Layout
 from fedheal.data.datasets import check_loaded
 from fedheal.data.domains import Domains, fingerprint
+from fedheal.data.on_disk import FOLDER_PREFIX
 from fedheal.simulate.model_checks import check_model
 
 # What may be given as data and as a model.
@@ -81,6 +83,8 @@ def wrap_objects(values: Mapping[str, Any]) -> dict[str, DataObject | ModelObjec
     """
     for key, remedy in REMEDIES.items():
         value = values.get(key, "")
+        if key == "data" and isinstance(value, PathLike):
+            raise ValueError(f"data is a path, {str(value)!r}: give your image folders as '{FOLDER_PREFIX}{value}'")
         if not isinstance(value, str | bool | DataObject | ModelObject | Domains) and not callable(value):
             raise ValueError(f"{name_value(key, value)}: {remedy}")
     found: dict[str, DataObject | ModelObject] = {}
