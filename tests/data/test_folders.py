@@ -144,13 +144,15 @@ def test_no_domains_no_classes_no_images(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no subfolders"):
         load(tmp_path)
     (tmp_path / "a").mkdir()
-    with pytest.raises(ValueError, match=r"no domain of 'folder' was found below .*<class>"):
+    with pytest.raises(ValueError, match=rf"no domain of 'folder:{tmp_path}' was found: .*<class>"):
         load(tmp_path)
     (tmp_path / "a" / "x").mkdir()
-    with pytest.raises(ValueError, match="no domain of 'folder'"):
+    with pytest.raises(ValueError, match="no domain of 'folder:"):
         load(tmp_path)
     layouts.image_folders(tmp_path / "b", {"x": 10})
-    with pytest.raises(ValueError, match="1 class"):
+    with pytest.raises(ValueError, match=f"'folder:{tmp_path}' lacks 1 of 2 domains: a: "):
+        load(tmp_path)
+    with pytest.raises(ValueError, match=f"data 'folder:{tmp_path}': the intersection of .* has 1 class"):
         load(tmp_path, allow_missing=True)
 
 

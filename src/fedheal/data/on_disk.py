@@ -95,20 +95,23 @@ def open_dataset(spec: DatasetSpec, request: DataRequest) -> OnDiskDataset:
             )
         inputs = CacheInputs(spec.name, size, "export", {"": [export]}, read=lambda: archive.read_export(export))
         return OnDiskDataset(spec, inputs, (), export)
+    name, place = spec.name, f" below {root}"
+    if name == FOLDER_NAME:
+        name, place = f"{FOLDER_PREFIX}{root}", ""
     present = [location.files for location in locations if location.files]
     missing = [explain_missing(location, root) for location in locations if location.files is None]
     if not present:
-        raise ValueError(f"no domain of '{spec.name}' was found below {root}: {missing[0]}")
+        raise ValueError(f"no domain of '{name}' was found{place}: {missing[0]}")
     if missing and not request.allow_missing:
         raise ValueError(
-            f"'{spec.name}' lacks {len(missing)} of {len(locations)} domains below {root}: {'; '.join(missing)}; "
+            f"'{name}' lacks {len(missing)} of {len(locations)} domains{place}: {'; '.join(missing)}; "
             "set allow_missing=true to continue without"
         )
 
     def read() -> tuple[tuple[str, ...], Sequence[RawDomain]]:
         domains = [files.read() for files in present]
         owned = {domain.name: domain.classes for domain in domains}
-        classes = spec.classes or choose_classes(owned, request.classes, spec.name)
+        classes = spec.classes or choose_classes(owned, request.classes, name)
         return classes, [align_labels(domain, classes) for domain in domains]
 
     paths = {files.name: files.files for files in present}
