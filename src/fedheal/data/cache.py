@@ -7,6 +7,7 @@ temporary folder and renamed when complete.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -36,6 +37,7 @@ from fedheal.version import __version__
 FORMAT: Literal["fedheal-prepared-2"] = "fedheal-prepared-2"
 VARIABLE = "FEDHEAL_CACHE"
 UNFINISHED = ".making-"
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,11 @@ def _write_integers(path: Path, values: Labels) -> None:
     path.write_bytes(np.ascontiguousarray(values, dtype="<i8").tobytes())
 
 
+def _explain_write_error(folder: Path, error: OSError) -> ValueError:
+    place = f"prepared data cannot be written to {folder.parent} ({error.strerror})"
+    return ValueError(f"{place}: set {VARIABLE} to another folder{', or make room' if error.errno in NO_ROOM else ''}")
+
+
 @contextmanager
 def _create_atomically(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder. Rename it to `folder` on success, and remove it otherwise."""
@@ -200,9 +207,7 @@ def _create_atomically(folder: Path) -> Iterator[Path]:
                     shutil.rmtree(leftover, ignore_errors=True)
         temporary = Path(mkdtemp(prefix=UNFINISHED, dir=folder.parent))
     except OSError as error:
-        raise ValueError(
-            f"prepared data cannot be written to {folder.parent} ({error.strerror}): set {VARIABLE} to another folder"
-        ) from error
+        raise _explain_write_error(folder, error) from error
     try:
         yield temporary
         for path in (*temporary.iterdir(), temporary):  # a power failure must not leave the name without the images
@@ -212,5 +217,9 @@ def _create_atomically(folder: Path) -> Iterator[Path]:
         except OSError:
             if not folder.exists():  # another process may have made the same data meanwhile
                 raise
+    except OSError as error:
+        if error.errno in NO_ROOM:  # others may come from the images that are read
+            raise _explain_write_error(folder, error) from error
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
