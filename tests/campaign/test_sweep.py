@@ -253,6 +253,8 @@ def test_nothing_to_search_or_to_judge_by_is_refused(tmp_path):
         Search({}, QUICK, [0], tmp_path)
     with pytest.raises(ValueError, match="metric = bogus"):
         make_search(tmp_path, metric="bogus")
+    with pytest.raises(ValueError, match=r"epochs = 1 and steps = \[3, 5\] exclude each other: give one of them"):
+        Search({"steps": [3, 5]}, QUICK, [0], tmp_path)
     for share in (0, 1, "abc"):
         with pytest.raises(ValueError, match=f"validation = {share}: a sweep needs a share"):
             Search({"tau": [0, 1]}, QUICK | {"validation": share}, [0], tmp_path)

@@ -90,6 +90,26 @@ def test_another_method_drops_the_server_optimiser_of_a_file(tmp_path: Path) -> 
     assert Experiment.read(file, ["method=fedavg"]).server_optimizer == "adam"
 
 
+def test_epochs_and_steps_exclude_each_other(tmp_path: Path) -> None:
+    """In words and in a user's file. A run's own description has both: its steps replaced the epochs."""
+    refused = r"^epochs = 1 and steps = 3 exclude each other: give one of them$"
+    path = tmp_path / "e.toml"
+    with pytest.raises(ValueError, match=refused):
+        Experiment.read(None, ["epochs=1", "steps=3"])
+    path.write_text("epochs = 1\nsteps = 3\n")
+    with pytest.raises(ValueError, match=refused):
+        Experiment.read(path)
+    run = Experiment(epochs=1, steps=3)
+    path.write_text(run.to_toml())
+    assert Experiment.read(path) == run
+    earlier = {key: value for key, value in run.to_dict().items() if key not in LATER_SETTINGS}
+    path.write_text(tomli_w.dumps(earlier))
+    assert Experiment.read(path) == run
+    assert Experiment.read(path, ["steps=5"]).steps == 5
+    read = Experiment.read(path, ["epochs=2"])  # words win over the file
+    assert (read.epochs, read.steps) == (2, None)
+
+
 def test_another_schedule_drops_the_decay_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "experiment.toml"
     file.write_text(Experiment(lr_schedule="step", lr_decay_every=5).to_toml())

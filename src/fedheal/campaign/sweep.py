@@ -27,7 +27,7 @@ from fedheal.core.errors import explain_install
 from fedheal.core.rng import SEED_FIELDS
 from fedheal.report.rows import load_summary
 from fedheal.simulate.build import load_domains, partition_clients
-from fedheal.simulate.experiment import PER_DOMAIN, Experiment, format_value, parse_override
+from fedheal.simulate.experiment import PER_DOMAIN, Experiment, check_epochs_or_steps, format_value, parse_override
 
 METRICS = {"avg": True, "worst": True, "std": False, "gap": False, "jain": True}  # name -> whether higher is better
 MAX_POINTS = 10_000  # values of a field, points of a grid, and trials
@@ -100,6 +100,7 @@ class Search:
                 raise ValueError(
                     f"{field}={self.fixed[field]} cannot be set in a sweep, which sets {field} itself{remedy}"
                 )
+        check_epochs_or_steps({**self.fixed, **self.space})
         share = self.fixed.get("validation", VALIDATION)
         if not isinstance(share, int | float) or not 0 < share < 1:
             raise ValueError(f"validation = {share}: a sweep needs a share between 0 and 1")

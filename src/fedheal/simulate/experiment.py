@@ -293,6 +293,8 @@ class Experiment(BaseModel):
         """
         changes = parse_overrides(overrides)
         values = {} if path is None else read_toml(Path(path))
+        if not _is_description_of_run(values):  # which has the epochs that its steps replaced
+            check_epochs_or_steps(values)
         return Experiment(**_drop_overridden(values, changes) | changes)
 
     @staticmethod
@@ -337,7 +339,21 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
         if key in values:
             raise ValueError(f"'{key}' is given twice: {' and '.join(w for w in words if w.partition('=')[0] == key)}")
         values[key] = value
+    check_epochs_or_steps(values)
     return values
+
+
+def check_epochs_or_steps(values: Mapping[str, Any]) -> None:
+    """Raise ValueError if a user gives both, since steps replace epochs."""
+    if {"epochs", "steps"} <= values.keys():
+        both = f"epochs = {values['epochs']} and steps = {values['steps']}"
+        raise ValueError(f"{both} exclude each other: give one of them")
+
+
+def _is_description_of_run(values: Mapping[str, Any]) -> bool:
+    """Return whether a file's values are those that a run wrote: every field that is set, also by default."""
+    always = {key for key, field in Experiment.model_fields.items() if field.default is not None}
+    return values.keys() >= always - LATER_SETTINGS.keys()
 
 
 def parse_override(word: str) -> tuple[str, Any]:
@@ -391,6 +407,8 @@ def _make_paths_absolute(fields: Mapping[str, Any]) -> dict[str, str]:
 def _drop_overridden(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Drop what belongs to an overridden method or schedule; a file may have a method's parameters in its name."""
     method, new_method = values.get("method"), changes.get("method")
+    if "epochs" in changes:
+        values = {key: value for key, value in values.items() if key != "steps"}  # they would win
     if "lr_schedule" in changes:
         values = {key: value for key, value in values.items() if key not in ("lr_decay", "lr_decay_every")}
     if new_method is not None or changes.keys() - Experiment.model_fields.keys():
