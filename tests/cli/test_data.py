@@ -96,6 +96,27 @@ def test_classes_that_are_left_out_are_named_before_the_first_of_many_runs(
     assert (done.code, done.err, note in done.out) == (2, "fedheal: no run today\n", True), done
 
 
+def test_check_says_which_folder_is_the_test_set_and_which_are_not_used(call, tmp_path: Path) -> None:
+    splits = {"a": ("train", "val"), "b": ("train", "val", "test"), "c": ("train", "test")}
+    for domain, names in splits.items():
+        for name in names:
+            layouts.image_folders(tmp_path / "pets" / domain / name, {"cat": 5, "dog": 5})
+    done = call("data", "check", "folder:pets")
+    assert done.code == 0, done
+    assert "a: found in pets/a: val/ is the test set\n" in done.out
+    assert "b: found in pets/b: val/ is not used\n" in done.out
+    assert "c: found in pets/c\n" in done.out
+
+
+def test_check_says_of_which_classes_a_domain_has_no_test_images(call, tmp_path: Path) -> None:
+    layouts.image_folders(tmp_path / "pets" / "a", {"cat": 8, "dog": 12})
+    layouts.image_folders(tmp_path / "pets" / "b", {"cat": 10, "dog": 10})
+    done = call("data", "check", "folder:pets")
+    assert done.code == 0, done
+    assert "a: found in pets/a: no test images of cat\n" in done.out
+    assert "b: found in pets/b\n" in done.out
+
+
 def test_check_says_that_images_of_16_bits_use_fewer(call, tmp_path: Path) -> None:
     """12 bits in files of 16, as microscopes and X-ray detectors write them, become nearly black."""
     for domain, factor in (("dark", 1), ("bright", 16)):

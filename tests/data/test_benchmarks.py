@@ -121,7 +121,7 @@ def test_vlcs_by_class_and_by_number(tmp_path: Path, numbered: bool) -> None:
         ("caltech", "labelme", "pascal", "sun"), (15, 5) if numbered else (16, 4)
     )
     assert dataset.samples_per_client == (339, 637, 810, 787)
-    assert {status.detail.partition(":")[0] for status in inspect_domains(data.SPECS["vlcs"], tmp_path)} == {
+    assert {status.detail.partition(";")[0] for status in inspect_domains(data.SPECS["vlcs"], tmp_path)} == {
         f"the full data set has {train} training and {test} test images"
         for train, test in (("1,133", "282"), ("2,126", "530"), ("2,702", "674"), ("2,626", "656"))
     }

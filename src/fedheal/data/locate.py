@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from fedheal.core.errors import format_count, shorten_list
+from fedheal.data.readers.folders import note_split_folders
 from fedheal.data.readers.images import SUFFIXES, measure_depth
 from fedheal.data.specs import IMAGE_FOLDERS, DatasetSpec, DomainFiles, DomainSpec
-from fedheal.data.splits import EncodedImages, RawSplit, align_labels, explain_empty_split
+from fedheal.data.splits import EncodedImages, RawDomain, RawSplit, align_labels, explain_empty_split
 
 VARIABLE = "FEDHEAL_DATA"
 DEPTH_SAMPLE = 20  # images that are opened to see whether they use their 16 bits
@@ -111,6 +112,7 @@ def _inspect_domain(location: DomainLocation, root: Path, classes: tuple[str, ..
             f"its images have 16 bits per pixel, but use only {bits} of them, so they will be nearly black: multiply their "
             f"values by {1 << 16 - bits}, or save them with 8 bits"
         )
+    detail = "; ".join(filter(None, (detail, *_note_splits(location, raw))))
     if not len(raw.train) or not len(raw.test):
         state, detail = "unusable", explain_empty_split(files.name, len(raw.train), len(raw.test))
     if location.is_stand_in:
@@ -122,6 +124,17 @@ def _inspect_domain(location: DomainLocation, root: Path, classes: tuple[str, ..
         balance = f"{counts[0]:,} in each of {format_count(len(raw.classes), 'class')}"
     found = files.name, state, files.layout, str(files.folder)
     return DomainStatus(*found, len(raw.train), len(raw.test), balance, detail, raw.classes)
+
+
+def _note_splits(location: DomainLocation, raw: RawDomain) -> list[str]:
+    """Say how a user's own folders are divided where their names do not, and which classes a domain cannot be judged by."""
+    is_own = not location.spec.home
+    notes = [note_split_folders(location.files.folder)] if is_own and location.files else []
+    for part, split in (("training", raw.train), ("test", raw.test)):
+        absent = np.flatnonzero(np.bincount(split.labels, minlength=len(raw.classes)) == 0)
+        if len(absent):
+            notes.append(f"no {part} images of {shorten_list([raw.classes[i] for i in absent])}")
+    return notes
 
 
 def _find_unused_bits(images: RawSplit) -> int:

@@ -40,6 +40,17 @@ def find_split_folders(folder: Path, train_names: Sequence[str] = TRAIN_NAMES) -
     return splits if len(splits) == len(found) else []
 
 
+def note_split_folders(folder: Path) -> str:
+    """Say which folder is the test set of a domain if none is called test, and which folders beside the splits are not used."""
+    used = [path.name for path in find_split_folders(folder)]
+    if not used:
+        return ""
+    is_named = used[1].lower().startswith("test")
+    others = [f"{name}/" for name in list_subfolders(folder) if name not in used]
+    left = f"{', '.join(others)} {'is' if len(others) == 1 else 'are'} not used" if others else ""
+    return "; ".join(filter(None, ("" if is_named else f"{used[1]}/ is the test set", left)))
+
+
 def check_split_folders(name: str, folder: Path) -> None:
     """Raise ValueError if a domain has folders of splits, but not of both: they would count as classes.
 
