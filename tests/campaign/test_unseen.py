@@ -106,6 +106,10 @@ def test_a_single_run_leaves_out_one_domain(without: list[str]) -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
+        (
+            {"without": "plain dark"},
+            r"^without names 'plain dark' \(did you mean without=plain,dark\? Commas separate names\); ",
+        ),
         ({"without": ["plian"]}, r"^without names 'plian' \(did you mean 'plain'\?\); the domains are"),
         ({"without": DOMAINS}, r"^without = \['plain', 'noisy', 'dark'\]: no client is left to train"),
         ({"only": ["dark"], "without": ["dark"]}, r"^only = \['dark'\] and without = \['dark'\]: no client is left"),

@@ -169,7 +169,11 @@ def partition_clients(experiment: Experiment, domains: Domains) -> tuple[Client,
     for key in ("only", "without"):
         unknown = sorted(set(getattr(experiment, key)) - known)
         if unknown:
-            raise ValueError(f"{key} names '{unknown[0]}'{suggest(unknown[0], sorted(known))}; the domains are {names}")
+            words = unknown[0].split()
+            close = suggest(unknown[0], sorted(known))
+            if len(words) > 1 and known.issuperset(words):
+                close = f" (did you mean {key}={','.join(words)}? Commas separate names)"
+            raise ValueError(f"{key} names '{unknown[0]}'{close}; the domains are {names}")
     if experiment.evaluate == "unseen" and (len(experiment.without) != 1 or experiment.without[0] not in names):
         raise ValueError(
             f"evaluate = 'unseen' with without = {list(experiment.without)}: one run leaves out one domain, of {names}; "
