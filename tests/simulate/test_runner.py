@@ -15,6 +15,7 @@ import fedheal
 from fedheal import Method
 from fedheal.core.metrics import fairness
 from fedheal.local.fedprox import FedProx
+from fedheal.local.term import Term
 from fedheal.methods import get
 from fedheal.runs import folder as records
 from fedheal.runs.lock import LOCK
@@ -295,6 +296,30 @@ def test_a_device_that_cannot_be_used_is_answered_with_those_that_can(monkeypatc
         resolve_device("tpu")
     with pytest.raises(ValueError, match=r"device = 'cuda:99' cannot be used here \(.+\): use auto"):  # and why
         resolve_device("cuda:99")
+
+
+class Misspelt(Term):
+    def los(self, batch, ctx):
+        return batch.ce
+
+
+class Loss:
+    def loss(self, batch, ctx):
+        return None
+
+
+class Mixed(Loss, Term):
+    pass
+
+
+def test_a_term_that_overrides_no_hook_is_warned_of():
+    message = r"your term `.*:Misspelt` overrides no hook of Term, so it changes nothing \(did you mean 'loss'\?\)$"
+    with pytest.warns(UserWarning, match=message) as warned:
+        fedheal.run(quick(method=Method((Misspelt(), FedProx(0.1)), name="misspelt"), rounds=1), progress=False)
+    assert [warning.filename for warning in warned] == [__file__]  # which calls fedheal.run
+    clipped = Term()
+    clipped.clip = 1.0
+    fedheal.run(quick(method=Method((Mixed(), clipped), name="mixed"), rounds=1), progress=False)
 
 
 def test_a_wrong_folder_or_callback_is_a_sentence():

@@ -1,7 +1,9 @@
 """Build a federation from an experiment: its data, clients, model and method on a device."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from inspect import isfunction
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 from fedheal import data as datasets
 from fedheal import models
 from fedheal.aggregate.server_optimizer import Server
-from fedheal.core.errors import suggest
+from fedheal.core.errors import name_if_custom, name_part, suggest
 from fedheal.core.layout import Layout
 from fedheal.core.rng import derive
 from fedheal.data.augment import normalise_images
@@ -19,6 +21,8 @@ from fedheal.data.on_disk import multiply_fraction
 from fedheal.data.partition import Client, partition_samples
 from fedheal.engine.precision import resolve_precision
 from fedheal.engine.serial import LocalTraining, Training, find_smallest_batch_size, use_seed
+from fedheal.local.term import Term
+from fedheal.methods import Method
 from fedheal.methods.server_step import resolve_server
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.federation import Federation
@@ -135,6 +139,18 @@ def check_method(experiment: Experiment) -> None:
         raise ValueError(
             f"method '{method.name}' needs examples held out of each client's training data: give validation=0.2"
         )
+
+
+def warn_of_idle_terms(method: Method) -> None:
+    """Warn of each term that overrides no hook, often because the name of one is misspelt."""
+    hooks = [name for name, value in vars(Term).items() if isfunction(value) and not name.startswith("_")]
+    for term in method.local:
+        kinds = [kind for kind in type(term).mro() if kind not in (Term, object)]
+        own = {name for holder in (term, *kinds) for name in vars(holder)}
+        if own.isdisjoint(hooks) and term.clip is None:
+            close = "".join(suggest(name, hooks) for name in sorted(own) if not name.startswith("_"))
+            part = name_part("term", name_if_custom(type(term)))
+            warnings.warn(f"{part} overrides no hook of Term, so it changes nothing{close}", UserWarning, stacklevel=4)
 
 
 def check_features(experiment: Experiment, module: nn.Module) -> None:

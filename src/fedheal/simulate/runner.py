@@ -32,7 +32,7 @@ from fedheal.runs.lock import hold_lock
 from fedheal.runs.resume import Checkpoint, load_newest_checkpoint
 from fedheal.runs.schema import FREE, RoundRecord
 from fedheal.runs.summary import summarise_run
-from fedheal.simulate.build import build_federation, build_module, load_domains
+from fedheal.simulate.build import build_federation, build_module, load_domains, warn_of_idle_terms
 from fedheal.simulate.callbacks import Callback
 from fedheal.simulate.devices import describe_hardware, resolve_device
 from fedheal.simulate.evaluation import evaluate_classes, select_evaluated_model
@@ -173,6 +173,7 @@ def _check_arguments(
     check_type("callbacks", callbacks, Collection, "give a list of fedheal.Callback values")
     for i, callback in enumerate(callbacks):
         check_type(f"callbacks[{i}]", callback, Callback, "give an instance of a fedheal.Callback")
+    warn_of_idle_terms(experiment.resolved_method)
 
 
 def load(folder: str | Path, module: nn.Module | None = None) -> nn.Module:
