@@ -102,10 +102,7 @@ def run(
     callbacks: Sequence[Callback] = (),
     progress: bool | None = None,
 ) -> Result:
-    """Run an experiment.
-
-    Runs in several threads of a process wait for each other, so a callback must not wait for a run in another thread.
-    Processes run side by side.
+    """Run an experiment. Runs in several threads wait for each other, so a callback must not wait for another run.
 
     Args:
         experiment: The description of the run.
