@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedheal.aggregate import kernels, reduce
 from fedheal.aggregate.draft import Draft
-from fedheal.aggregate.stage import Stage, call_custom
+from fedheal.aggregate.stage import Stage, call_custom, check_report
 from fedheal.aggregate.validate import (
     NON_FINITE_BUFFERS,
     BadRows,
@@ -222,6 +222,7 @@ class Aggregator:
         name = name_if_custom(self.reduce)
         returned = call_custom("reducer", name, self.reduce, draft, weights)
         new_model, report = check_returned(name_part("reducer", name), returned, Packed, Mapping)
+        check_report(name_part("reducer", name), report)
         for field_name, old in vars(model).items():
             if (made := getattr(new_model, field_name)).shape != old.shape:
                 shapes = f"of shape {tuple(old.shape)}, got {tuple(made.shape)}"

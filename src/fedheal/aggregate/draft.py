@@ -90,11 +90,15 @@ class Draft:
     @property
     def domains(self) -> tuple[str, ...]:
         """The domains of the accepted clients. A stage that reads them must name `"domain"` in its `needs`."""
-        assert self.updates.domains is not None
+        if self.updates.domains is None:
+            raise ValueError(f"the updates have no domains: name 'domain' {_show_needs('domain')}")
         return tuple(self.updates.domains[row] for row in self.rows)
 
     def metric(self, name: str) -> Floats:
-        """Return this metric of the accepted clients. A stage must name it in its `needs`."""
+        """Return this metric of the accepted clients, which a stage must name in its `needs`. Raise ValueError without it."""
+        if name not in self.updates.metrics:
+            others = f", only {', '.join(self.updates.metrics)}" if self.updates.metrics else ""
+            raise ValueError(f"the updates have no metric '{name}'{others}: name it {_show_needs(name)}")
         return self.updates.metrics[name].numpy()[self.rows]
 
     def key_by_client(self, column: Floats) -> dict[str, float]:
@@ -116,3 +120,7 @@ class Draft:
     def takes_all_rows(self) -> bool:
         """Whether all clients are accepted, in the order of the updates."""
         return np.array_equal(self.rows, np.arange(len(self.updates.clients)))
+
+
+def _show_needs(name: str) -> str:
+    return f"in the stage's `needs`, as in needs=frozenset({{{name!r}}})"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,15 @@ from torch import Tensor
 from fedheal.aggregate.draft import CountMask, Draft, SoftMask
 from fedheal.aggregate.validate import BadRows
 from fedheal.core.arrays import Floats
-from fedheal.core.errors import CustomPartError, add_article, check_returned, frame_error, name_if_custom, name_part
+from fedheal.core.errors import (
+    CustomPartError,
+    add_article,
+    check_returned,
+    frame_error,
+    name_if_custom,
+    name_part,
+    suggest,
+)
 from fedheal.core.layout import Layout
 from fedheal.core.state import Nothing, State, expect
 from fedheal.core.updates import Updates
@@ -30,6 +38,14 @@ GIVEN = {
     "mask": "which entries count",
     "mixture": "how weights are mixed",
     "running": "how running statistics are averaged",
+}
+DEFAULT_GIVES = frozenset({"weights"})
+# Fields of a draft that only one stage can set, and what a stage that sets them must give: one of these.
+GIVEN_BY_FIELD = {
+    "weights": ("weights", "mixture"),
+    "unnormalised_weights": ("weights", "mixture"),
+    "mask": ("mask",),
+    "running": ("running",),
 }
 
 
@@ -49,12 +65,17 @@ class Stage:
     init: Callable[[Layout], State]
     apply: Callable[[Draft, State], tuple[Draft, State]]
     needs: frozenset[str] = frozenset()
-    gives: frozenset[str] = frozenset({"weights"})
+    gives: frozenset[str] = DEFAULT_GIVES
     parts: tuple[Stage, ...] | None = None
     name: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", self.name or name_if_custom(self.apply))
+        needs, gives = _to_names("needs", self.needs, "loss"), _to_names("gives", self.gives, "mask")
+        for name in sorted(map(str, gives - GIVEN.keys())):
+            raise ValueError(f"gives has '{name}'{suggest(name, list(GIVEN))}: use some of {', '.join(GIVEN)}, or none")
+        own = {"needs": needs, "gives": gives, "name": self.name or name_if_custom(self.apply)}
+        for field, value in own.items():
+            object.__setattr__(self, field, value)
 
     def __repr__(self) -> str:
         """Return the name and what the stage gives and needs, without functions; a chain has its stages."""
@@ -71,16 +92,28 @@ class Stage:
             _check_saveable(name_part("stage", self.name), state)
         return state  # type: ignore[no-any-return]
 
-    def run(self, draft: Draft, state: State) -> tuple[Draft, State]:
-        """Apply the stage and check what it returns. Raise `CustomPartError` if a user's own stage fails."""
+    def run(self, draft: Draft, state: State, is_alone: bool = True) -> tuple[Draft, State]:
+        """Apply the stage and check what it returns. Raise `CustomPartError` if a user's own stage fails.
+
+        The default of `gives` is no promise of a stage that is alone, since it can overrule no other.
+        """
         returned = call_custom("stage", self.name, self.apply, draft, state)
         part = name_part("stage", self.name)
         made, after = check_returned(part, returned, Draft, State)
         if not self.parts:  # a chain's stages are checked one by one
-            made = _check_draft(part, draft, made)
+            is_bound = self.name and not (is_alone and self.gives == DEFAULT_GIVES)
+            made = _check_draft(part, draft, made, self.gives if is_bound else frozenset(GIVEN))
         if self.name:
             after = call_custom("stage", self.name, _copy_rows, after, draft.updates)
         return made, after
+
+
+def _to_names(field: str, names: Collection[str], example: str) -> frozenset[str]:
+    """Return a set of names. Raise TypeError if it is no collection, or a string, whose letters would be the names."""
+    if isinstance(names, str) or not isinstance(names, Collection):
+        example = names if isinstance(names, str) else example
+        raise TypeError(f"{field} = {names!r}: give a set of names, such as frozenset({{{example!r}}})")
+    return frozenset(names)
 
 
 def _check_saveable(part: str, state: Any) -> None:
@@ -110,8 +143,12 @@ def _rebuild(arrays: Mapping[str, Tensor], described: Mapping[str, Any]) -> Any:
     return State.from_arrays(arrays, json.loads(json.dumps(described)))
 
 
-def _check_draft(part: str, before: Draft, draft: Draft) -> Draft:
+def _check_draft(part: str, before: Draft, draft: Draft, gives: frozenset[str]) -> Draft:
     """Return a stage's draft with weights as numpy columns. Raise `CustomPartError` if a field that it filled in is wrong."""
+    for field, kinds in GIVEN_BY_FIELD.items():
+        if getattr(draft, field) is not getattr(before, field) and gives.isdisjoint(kinds):
+            remedy = f"add {' or '.join(map(repr, kinds))}, or leave {field} to another stage"
+            raise CustomPartError(f"{part} set {field}, but its gives = {sorted(gives)}: {remedy}")
     mask: Any = draft.mask  # by its type it cannot be wrong, but a user's stage may be unchecked
     if not isinstance(mask, CountMask | SoftMask | None):
         kind = add_article(type(mask).__name__)
@@ -121,10 +158,7 @@ def _check_draft(part: str, before: Draft, draft: Draft) -> Draft:
     if step is not None and not (isinstance(step, Tensor) and step.shape == (length,)):
         actual = f"shape {tuple(step.shape)}" if isinstance(step, Tensor) else add_article(type(step).__name__)
         raise CustomPartError(f"{part} must give a tensor of shape ({length},) as step, got {actual}")
-    if not isinstance(draft.report, Mapping):
-        raise CustomPartError(
-            f"{part} must give a dictionary as report, got {add_article(type(draft.report).__name__)}"
-        )
+    check_report(part, draft.report)
     for key in ("weights", "unnormalised_weights"):
         value = getattr(draft, key)
         if value is None or value is getattr(before, key):
@@ -135,6 +169,15 @@ def _check_draft(part: str, before: Draft, draft: Draft) -> Draft:
             raise CustomPartError(f"{part} must give {wanted}, got {_shorten(column)}")
         draft = draft if column is value else replace(draft, **{key: column})
     return draft
+
+
+def check_report(part: str, report: Any) -> None:
+    """Raise `CustomPartError` unless the report of a part is a dictionary with text as keys."""
+    if not isinstance(report, Mapping):
+        raise CustomPartError(f"{part} must give a dictionary as report, got {add_article(type(report).__name__)}")
+    for key in report:
+        if not isinstance(key, str):
+            raise CustomPartError(f"{part} gave {key!r} as a key of its report: use text as keys, such as {str(key)!r}")
 
 
 def _to_column(part: str, key: str, value: Any) -> Any:
@@ -208,7 +251,7 @@ def chain(*stages: Stage) -> Stage:
             )
         after = []
         for stage, before in zip(parts, states, strict=True):
-            draft, new = stage.run(draft, before)
+            draft, new = stage.run(draft, before, is_alone=len(parts) == 1)
             after.append(new)
         return draft, ChainState(tuple(after))
 
