@@ -28,7 +28,7 @@ def write_federation(folder, rounds=4, **extra):
 
 
 def test_clients_of_a_federation_that_recorded_little(tmp_path):
-    diagnosis = diagnose_run(write_federation(tmp_path / "run"))
+    diagnosis = diagnose_run(str(write_federation(tmp_path / "run")))
     assert diagnosis.kind == "client"
     by_name = {unit.name: i for i, unit in enumerate(diagnosis.units)}
     # Means of the four rounds: 73.33, 78.67, 67.33, 66. small-0 is 3.33, 0.67, 7.33 and 8 below: under-served since round 3.

@@ -120,7 +120,7 @@ class Diagnosis:
         return start
 
 
-def diagnose_run(folder: Path, by: str | None = None) -> Diagnosis:
+def diagnose_run(folder: str | Path, by: str | None = None) -> Diagnosis:
     """Return how a run, finished or not, served its domains or clients.
 
     Args:
@@ -130,6 +130,7 @@ def diagnose_run(folder: Path, by: str | None = None) -> Diagnosis:
     Raises:
         ValueError: If there is no such folder, or if it holds no rounds or no domains of clients.
     """
+    folder = Path(folder)
     check_runs_exist(folder)
     records = read_complete_rounds(folder)
     if not records:
