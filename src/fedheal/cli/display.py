@@ -120,8 +120,8 @@ def show_search(
         typer.echo(f"Validation examples per domain: {sizes}. One example is up to {points:.2g} points of accuracy.")
         if all(data.is_chance(trial) for trial in trials):
             typer.echo(
-                f"No point is better than chance (AVG {data.chance:.1f}), so the choice means nothing: train for more rounds, "
-                "or search other values."
+                f"No point is more than two standard errors above chance (always predicting one class: AVG {data.chance:.1f}), "
+                "so the choice means nothing: train for more rounds, or search other values."
             )
     equals = sweep.count_equals(trials, best, search.metric)
     if equals and number > 1:
