@@ -42,11 +42,11 @@ def run_command(
 ) -> None:
     """Run one experiment, and write its run folder, runs/<name>.
 
-    The name is made of the method, the data, the seed and every field that differs from its default. Fields are method, data,
-    model, rounds, seed, epochs, lr, batch_size, participation, dropout, ... (docs/reference.md has all of them). Set the
-    method's own parameters, such as tau and beta, in the same way; fedheal methods NAME lists them. Commas separate domains:
-    without=usps,svhn, clients_per_domain=mnist=5,usps=3. With evaluate=unseen, each domain gets a run that trains without it
-    and is tested on it.
+    The name is made of the method, the data, the seed and every field that differs from the data set's protocol. Fields are
+    method, data, model, rounds, seed, epochs, lr, batch_size, participation, dropout, ... (docs/reference.md has all of them).
+    Set the method's own parameters, such as tau and beta, in the same way; fedheal methods NAME lists them. Commas separate
+    domains: without=usps,svhn, clients_per_domain=mnist=5,usps=3. With evaluate=unseen, each domain gets a run that trains
+    without it and is tested on it.
 
     Example: fedheal run method=fedheal tau=0.4 rounds=10 seed=1
     """
