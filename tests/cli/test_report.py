@@ -67,6 +67,8 @@ def test_the_text_report_says_what_its_marks_and_numbers_are(call, tmp_path: Pat
     assert "mean of the last 2 rounds" in done.out
     assert "* best of its column" in done.out
     assert "Observed against fedavg+fedheal" in done.out
+    meant = "reference = fedhael (did you mean 'fedavg+fedheal'?): use one of fedavg, fedavg+fedheal"
+    assert_sentence(call("report", "runs", "--reference", "fedhael"), meant)
 
 
 @pytest.mark.slow
@@ -105,7 +107,7 @@ def test_a_report_of_what_is_not_there_says_what_is(call, tmp_path: Path) -> Non
     assert_sentence(call("report", "runs/afile"), "runs/afile is a file, not a folder: name a folder of runs")
     for name in "abcdef":
         run_folder(tmp_path / "runs" / name / "one")
-    said = "runs/other does not exist: folders with finished runs are runs/a, runs/b, runs/c, runs/d, runs/e and 1 more"
+    said = "runs/other does not exist: finished runs are in runs/a, runs/b, runs/c, runs/d, runs/e and 1 more"
     assert_sentence(call("report", "runs/other"), said)
 
 

@@ -133,13 +133,16 @@ def describe_allowed(problem: Mapping[str, Any]) -> str:
     return str(problem["msg"]).removeprefix("Input should be ")
 
 
-def suggest(word: str, known: list[str]) -> str:
-    """Return " (did you mean ...?)" with the closest of the known words, or "" if none is close.
+def suggest(word: str, known: Sequence[str] | Mapping[str, str]) -> str:
+    """Return " (did you mean ...?)" with the closest of the known words, or what it stands for, or "" if none is close.
 
     >>> suggest("taw", ["tau", "beta"]), suggest("FedHEAL", ["fedheal"])
     (" (did you mean 'tau'?)", " (did you mean 'fedheal'?)")
+    >>> suggest("fedhael", {"fedheal": "fedavg+fedheal"})
+    " (did you mean 'fedavg+fedheal'?)"
     """
-    by_lower_case = {name.lower(): name for name in reversed(known)}
+    meanings = known if isinstance(known, Mapping) else dict(zip(known, known, strict=True))
+    by_lower_case = {name.lower(): meaning for name, meaning in reversed(meanings.items())}
     close = difflib.get_close_matches(word.lower(), by_lower_case, 1, 0.6)
     return f" (did you mean '{by_lower_case[close[0]]}'?)" if close else ""
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fedheal.aggregate.server_optimizer import SERVERS
-from fedheal.core.errors import shorten_list
+from fedheal.core.errors import shorten_list, suggest
 from fedheal.core.rng import SEED_FIELDS, SOURCES
-from fedheal.report.rows import BOUND_SETTINGS, BOUNDS, UNSEEN, Row, collect_data_notes, read_settings
+from fedheal.report.rows import BOUND_METHOD, BOUND_SETTINGS, BOUNDS, UNSEEN, Row, collect_data_notes, read_settings
 from fedheal.report.seed_levels import list_fixed_sources
 from fedheal.runs.folder import find_damaged_line
 from fedheal.runs.schema import FREE
@@ -43,7 +43,8 @@ def check_reference(rows: Sequence[Row], reference: str | None) -> None:
     """Raise ValueError if no row is of the reference method."""
     methods = list_methods(rows)
     if reference is not None and reference not in methods:
-        raise ValueError(f"reference = {reference}: use one of {', '.join(methods)}")
+        names = {name.removeprefix(f"{BOUND_METHOD}+"): name for name in methods} | {name: name for name in methods}
+        raise ValueError(f"reference = {reference}{suggest(reference, names)}: use one of {', '.join(methods)}")
 
 
 def choose_reference(rows: Sequence[Row], reference: str | None = None) -> str:

@@ -126,7 +126,7 @@ def _suggest_folder(path: Path) -> str:
     files = (file for pattern in patterns for file in path.parent.glob(pattern))
     others = sorted({str(path.parent / file.relative_to(path.parent).parts[0]) for file in files})
     if others:
-        return f"folders with finished runs are {shorten_list(others, MAX_SUGGESTED)}"
+        return f"finished runs are in {shorten_list(others, MAX_SUGGESTED)}"
     return "name a folder that fedheal run, compare, sweep or demo has written to, such as runs/demo"
 
 
