@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from command_line import assert_sentence
+from fedheal.campaign.compare import DEFAULT_SEEDS
+from fedheal.report import conclusions
 from tiny_data import WORDS, words
 
 
@@ -113,7 +115,34 @@ def test_a_comparison_of_one_method_says_that_nothing_is_compared(call) -> None:
     assert alone.out.splitlines()[0] == note
     assert "over seeds" in alone.out
     assert len(json.loads(call("compare", "fedavg", *command, "--json").out)["rows"]) == 2
-    assert "Note: " not in call("compare", "fedavg", "fedheal", *command).out
+    assert "Note: fedavg is the only" not in call("compare", "fedavg", "fedheal", *command).out
+
+
+def test_too_few_seeds_are_said_once_before_the_first_run(call) -> None:
+    given = [word for word in words("rounds=1") if not word.startswith("data=")]
+    command = ["--data", "tiny_data:load", "--jobs", "1", "--out", "here", *given]
+    done = call("compare", "fedavg", "fedheal", "centralised", "--seeds", "2", *command)
+    assert (done.code, done.err) == (0, "")
+    first, *others = done.out.splitlines()
+    sentence = "2 seeds cannot show a difference at 0.05 with a two-sided paired test corrected for 2 comparisons, "
+    assert first.startswith(f"Note: {sentence}")
+    assert first.endswith("; 7 or more can.")
+    assert f"{first.removeprefix('Note: ')}" in others  # the report's own
+    assert done.out.count("cannot show a difference") == 2
+    # With nothing left to run, the report alone says it; crossed seeds are not tested.
+    again = call("compare", "fedavg", "fedheal", "centralised", "--seeds", "2", *command)
+    assert again.out.count("cannot show a difference") == 1
+    crossed = call("compare", "fedavg", "fedheal", "--vary", "split=2,init=2", *command)
+    assert (crossed.code, "cannot show a difference" in crossed.out) == (0, False)
+
+
+def test_the_help_says_how_many_seeds_are_enough(call) -> None:
+    assert conclusions.foresee_too_few_seeds(DEFAULT_SEEDS, methods=4) == ""
+    assert conclusions.foresee_too_few_seeds(DEFAULT_SEEDS, methods=5) != ""
+    shown = " ".join(call("compare", "--help").out.replace("│", " ").split())
+    assert "Eight can show a difference between up to four methods" in shown
+    assert "[default: 8]" in shown
+    assert "[default: 20]" in " ".join(call("sweep", "--help").out.replace("│", " ").split())
 
 
 def test_a_comparison_says_which_finished_run_was_on_other_data(call, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fedheal.cli.words import is_override
 DEMO_METHODS = ("fedavg", "fedavg+uniform", "fedavg+afl", "fedheal")
 SEARCHES = ("grid", "random", "optuna")
 DEFAULT_TRIALS = 20
+COMPARED_SEEDS_HELP = f"{SEEDS_HELP} Eight can show a difference between up to four methods; more methods need more."
 VARY_HELP = (
     "Instead of --seeds: seeds of split, init and batch, all combined, for variance components: split=10,init=3."
 )
@@ -63,7 +64,7 @@ def compare(
         typer.Argument(metavar="METHOD... [key=value ...]", help="Methods or bounds, and fields that all runs share."),
     ],
     data: Annotated[str, typer.Option(help="The data set.")] = "embedded",
-    seeds: Annotated[str | None, typer.Option(help=SEEDS_HELP, show_default="8")] = None,
+    seeds: Annotated[str | None, typer.Option(help=COMPARED_SEEDS_HELP, show_default="8")] = None,
     vary: Annotated[str | None, typer.Option(help=VARY_HELP)] = None,
     out: RunsFolder = None,
     jobs: Jobs = 0,
@@ -105,7 +106,11 @@ def compare(
     folder = check_campaign_folder(out or Path("runs") / make_folder_name("-".join(name)))
     planned = comparison.plan(methods, numbers, values | {"data": data}, folder, track)
     alone = f"{methods[0]} is the only method, so nothing is compared: name another to compare it with"
-    note = alone if len(methods) == 1 else ""
+    is_crossed = len(numbers[0]) > 1  # seeds that runs share: no difference is tested
+    compared = [method for method in methods if method not in rows.BOUNDS]
+    is_done = all(job.is_finished for job in planned)
+    too_few = "" if is_crossed or is_done else conclusions.foresee_too_few_seeds(len(numbers), len(compared))
+    note = alone if len(methods) == 1 else too_few.rstrip(".")
     run_jobs(planned, quiet or as_json, count_runs(planned, folder), jobs, ray, note=note)
     runs = rows.build_rows(rows.load_summary(job.folder) for job in planned)
     rows.write_method_order(folder, runs)

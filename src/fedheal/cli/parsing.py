@@ -21,6 +21,7 @@ class Command(TyperCommand):
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the help, its paragraphs as wide as the terminal and not as the source."""
         restore_argument_help(self)
+        _unwrap_defaults(self)
         paragraphs = (self.help or "").split("\n\n")
         self.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
         super().format_help(ctx, formatter)
@@ -61,6 +62,13 @@ def restore_argument_help(command: click.Command) -> None:
         ]
         if infos and not getattr(param, "help", None):
             param.help = infos[0].help
+
+
+def _unwrap_defaults(command: click.Command) -> None:
+    """Let the help show a default that is a text as it is: typer puts it into parentheses, as in [default: (8)]."""
+    for param in command.params:
+        if isinstance(param, click.Option) and isinstance(param.show_default, str):
+            param.default, param.show_default = param.show_default, True
 
 
 def _check_for_empty_words(command: click.Command, words: Sequence[str]) -> None:

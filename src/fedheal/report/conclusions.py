@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 
 from fedheal.analysis.domain_changes import compare_domains, is_supported
-from fedheal.analysis.paired_tests import HIGHER_IS_BETTER, Comparison, compare_metrics, seeds_needed, verdict
+from fedheal.analysis.paired_tests import (
+    HIGHER_IS_BETTER,
+    Comparison,
+    compare_metrics,
+    seeds_needed,
+    smallest_p,
+    verdict,
+)
 from fedheal.analysis.standard_error import note_on_test_sets
 from fedheal.core.errors import format_count
 from fedheal.report.comparability import choose_reference, select_comparable
@@ -192,13 +199,30 @@ def _explain_too_few_seeds(comparisons: Sequence[Comparison]) -> list[str]:
     """Describe in one sentence all comparisons that no data could decide."""
     if not comparisons:
         return []
-    seeds, smallest_p = min(c.n for c in comparisons), max(c.smallest_p_adjusted for c in comparisons)
-    family_size = max(c.comparisons for c in comparisons)
-    return [
+    seeds, lowest_p = min(c.n for c in comparisons), max(c.smallest_p_adjusted for c in comparisons)
+    return [_describe_too_few(seeds, max(c.comparisons for c in comparisons), lowest_p)]
+
+
+def foresee_too_few_seeds(seeds: int, methods: int) -> str:
+    """Return the sentence of a report of so many methods and seeds if no data could show a difference, else "".
+
+    >>> foresee_too_few_seeds(8, methods=4)
+    ''
+    >>> print(foresee_too_few_seeds(8, methods=5))
+    8 seeds cannot show a difference at 0.05 with a two-sided paired test corrected for 8 comparisons, whatever the data
+    (smallest possible p = 0.062); 9 or more can.
+    """
+    family_size = len(METRICS) * (methods - 1)
+    lowest_p = min(1.0, family_size * smallest_p(seeds))
+    return _describe_too_few(seeds, family_size, lowest_p) if lowest_p > ALPHA else ""
+
+
+def _describe_too_few(seeds: int, family_size: int, lowest_p: float) -> str:
+    return (
         f"{format_count(seeds, 'seed')} cannot show a difference at {ALPHA} with a two-sided paired test "
-        f"corrected for {family_size} comparisons, whatever the data (smallest possible p = {smallest_p:.2g}); "
+        f"corrected for {family_size} comparisons, whatever the data (smallest possible p = {lowest_p:.2g}); "
         f"{seeds_needed(ALPHA, family_size)} or more can."
-    ]
+    )
 
 
 def _describe_test_sets(rows: Sequence[Row]) -> list[str]:
