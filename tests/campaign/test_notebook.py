@@ -16,6 +16,7 @@ import fedheal
 import tiny_data
 from fedheal import Method, aggregate
 from fedheal.report.rows import find_results
+from fedheal.report.text_report import format_report
 
 FIELDS: dict[str, Any] = {key: value for key, value in tiny_data.QUICK.items() if key != "data"} | {"rounds": 1}
 
@@ -45,6 +46,14 @@ def test_it_is_shown_as_a_table_and_sentences(comparison: tuple[fedheal.Report, 
     for word in ("fedavg+uniform", "mine", "plain", "AVG", "seeds"):
         assert word in text
     assert report._repr_html_() == f"<pre>{html.escape(text)}</pre>"
+
+
+def test_it_is_also_a_table_in_latex(comparison: tuple[fedheal.Report, Path]) -> None:
+    report, _ = comparison
+    text = report.to_latex()
+    assert text == format_report(report.rows, "latex")
+    assert r"\begin{tabular}" in text
+    assert replace(report, reference="mine").to_latex() == format_report(report.rows, "latex", "mine") != text
 
 
 def test_notes_on_the_data_are_shown(comparison: tuple[fedheal.Report, Path]) -> None:

@@ -53,6 +53,10 @@ class Report:
         """Return a data frame with a row for each method and seed. Raise ValueError if pandas is not installed."""
         return make_frame(flatten_rows(self.rows))
 
+    def to_latex(self) -> str:
+        r"""Return a LaTeX table for each data set, with conclusions as comments; a document needs `\usepackage{booktabs}`."""
+        return format_report(self.rows, "latex", self.reference)
+
     def write_html(self, path: str | Path, title: str = "") -> Path:
         """Write the HTML page with all tables and figures; return its path."""
         make_folder(Path(path).parent)

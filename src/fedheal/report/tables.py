@@ -147,15 +147,15 @@ def join_markdown(lines: Sequence[Sequence[str]]) -> str:
 
 
 def format_latex(table: ResultTable) -> str:
-    """Return a LaTeX tabular with booktabs rules; bounds stand below a rule of their own."""
-    head = " & ".join(["method", *map(_escape_latex, table.columns)]) + r" \\"
-    lines = [rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}", r"\toprule", head, r"\midrule"]
+    """Return a LaTeX tabular with the rules of the package booktabs; bounds stand below a rule of their own."""
+    head = " & ".join(["method", *map(_escape_latex, table.columns), table.unit]) + r" \\"
+    lines = [rf"\begin{{tabular}}{{l{'r' * (len(table.columns) + 1)}}}", r"\toprule", head, r"\midrule"]
     first_bound = next((method for method in table.cells if method in BOUNDS), None)
     for method, cells in table.cells.items():
         if method == first_bound:
             lines.append(r"\midrule")
         words = [cell.format(r"\textbf{{{}}}", r"{{\scriptsize$\pm${}}}") for cell in cells.values()]
-        lines.append(" & ".join([_escape_latex(method), *words]) + r" \\")
+        lines.append(" & ".join([_escape_latex(method), *words, str(len(table.seeds[method]))]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
 
 
