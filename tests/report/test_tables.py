@@ -53,6 +53,10 @@ def test_markdown_latex_and_text():
     assert "| fedavg | **82.00** ± 2.83 | 60.00 ± 0.00 |" in format_markdown(table)
     latex = format_latex(table)
     assert r"fedavg & \textbf{82.00} {\scriptsize$\pm$2.83} & 60.00 {\scriptsize$\pm$0.00}" in latex
+    begin, _, head, *body = latex.splitlines()
+    assert begin == r"\begin{tabular}{lrrrrrr}"
+    assert head.endswith(r"& worst & seeds \\")
+    assert [line.rsplit("&")[-1] for line in body if "&" in line] == [r" 2 \\", r" 2 \\", r" 1 \\"]
     assert r"line\_art" in latex
     assert latex.count(r"\midrule") == 2  # the bounds stand below a rule of their own
     *lines, legend = format_text(table).splitlines()
@@ -210,7 +214,18 @@ def test_too_few_seeds_are_said_once_and_small_test_sets_are_named():
     assert conclusion[0].startswith("2 seeds cannot show a difference at 0.05")
     assert conclusion[1] == "Observed against fedavg, in points: fedheal +4.50 in AVG; fedheal -9.19 in STD."
     assert "photo (30 images" in conclusion[2]
+    assert conclusion[2].endswith("; more seeds do not shrink it if all runs use the same test images.")
     assert len(conclusion) == 3
+
+
+@pytest.mark.parametrize(("fingerprints", "are_shared"), [("aaaa", True), ("aaab", False), (["", "", "", ""], False)])
+def test_test_images_are_called_the_same_only_where_fingerprints_show_it(fingerprints, are_shared):
+    rows = [
+        replace(row, summaries=({**row.summaries[0], "data_fingerprint": fingerprint},))
+        for row, fingerprint in zip(ROWS, fingerprints, strict=False)
+    ]
+    said = "more seeds do not shrink it, since all runs use the same test images."
+    assert conclusions.conclude(rows)[-1].endswith(said) == are_shared
 
 
 def test_enough_seeds_may_conclude():

@@ -57,12 +57,14 @@ def fairness_errors(accuracy: Floats, errors: Floats) -> dict[str, Floats]:
     return {"avg": np.sqrt(np.square(errors).sum(axis=0)) / len(errors), "std": std, "worst": worst}
 
 
-def note_on_test_sets(accuracies: Mapping[str, float], sizes: Mapping[str, int]) -> str:
+def note_on_test_sets(accuracies: Mapping[str, float], sizes: Mapping[str, int], are_shared: bool = False) -> str:
     """Name the domains with a test set so small that one standard error of the accuracy exceeds 2 points.
+
+    `are_shared` says that all runs are known to use the same test images.
 
     >>> print(note_on_test_sets({"dslr": 80.0, "amazon": 75.0}, {"dslr": 30, "amazon": 10_000}))
     One standard error of the accuracy exceeds 2 points in dslr (30 images: one image is 3.33 points, standard error up to
-    7.73); more seeds do not shrink it where they share the test images.
+    7.73); more seeds do not shrink it if all runs use the same test images.
     >>> print(note_on_test_sets({"amazon": 75.0}, {"amazon": 10_000}))
     One standard error of the accuracy is at most 0.43 points in every domain.
     """
@@ -77,7 +79,8 @@ def note_on_test_sets(accuracies: Mapping[str, float], sizes: Mapping[str, int])
     ]
     if not small:
         return f"One standard error of the accuracy is at most {max(errors.values()):.2f} points in every domain."
+    reason = "since all runs use the same test images" if are_shared else "if all runs use the same test images"
     return (
         f"One standard error of the accuracy exceeds {LARGE_ERROR:g} points in {', '.join(small)}; more seeds do not "
-        "shrink it where they share the test images."
+        f"shrink it{',' if are_shared else ''} {reason}."
     )

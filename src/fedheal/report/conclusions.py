@@ -233,4 +233,6 @@ def _describe_test_sets(rows: Sequence[Row]) -> list[str]:
     rows = [row for row in rows if row.method not in BOUNDS] or rows
     methods = dict.fromkeys(row.method for row in rows)
     means = {d: [float(np.mean([r.domains[d] for r in rows if r.method == m])) for m in methods] for d in sizes}
-    return [note_on_test_sets({d: min(x, key=lambda mean: abs(mean - 50)) for d, x in means.items()}, sizes)]
+    accuracies = {d: min(x, key=lambda mean: abs(mean - 50)) for d, x in means.items()}
+    fingerprints = {str(s.get("data_fingerprint") or "") for row in rows for s in row.summaries}  # "": of a federation
+    return [note_on_test_sets(accuracies, sizes, are_shared=len(fingerprints) == 1 and "" not in fingerprints)]
