@@ -14,8 +14,17 @@ from fedheal.report import conclusions, figures
 from fedheal.report.comparability import list_cautions
 from fedheal.report.html_page import render_page
 from fedheal.report.rows import Row
-from fedheal.report.tables import build_tables, format_csv, format_latex, format_markdown, format_text, write_parquet
+from fedheal.report.tables import (
+    build_tables,
+    flatten_rows,
+    format_csv,
+    format_latex,
+    format_markdown,
+    format_text,
+    write_parquet,
+)
 from fedheal.report.text_report import format_report
+from made_up import load_rows, run_folder
 
 
 def make_row(method, seed, a, b, folder="runs/x", data="toy"):
@@ -207,6 +216,27 @@ def test_methods_that_share_no_seed_are_not_compared_and_the_others_are():
 
 def test_data_sets_have_tables_of_their_own():
     assert [t.data for t in build_tables([*ROWS, make_row("fedavg", 0, 1.0, 2.0, data="other")])] == ["toy", "other"]
+
+
+def test_a_folder_of_images_is_called_by_its_name_and_its_path_is_among_the_settings(tmp_path):
+    for place in ("one", "two", "one/old"):
+        run_folder(tmp_path / f"{place}-run", "fedavg", f"folder:/home/me/{place}/photos")
+    alone = load_rows(tmp_path / "one-run")
+    for form, start in (("text", "photos: "), ("markdown", "photos: "), ("latex", "% photos: ")):
+        text = format_report(alone, form)
+        assert text.startswith(f"{start}accuracy in percent")
+        assert "/home/me" not in text
+    page = render_page(alone)
+    assert "<h2>photos</h2>" in page
+    assert "<dt>data</dt><dd>folder:/home/me/one/photos</dd>" in page
+    assert page.count("/home/me") == 1 + len(alone)  # and in the CSV to copy
+    assert "There is no run of fedprox on photos: " in list_cautions(alone, "fedprox")[0]
+    both = load_rows(tmp_path)
+    assert [table.data for table in build_tables(both)] == ["old/photos", "one/photos", "two/photos"]
+    assert {record["data"] for record in flatten_rows(both)} == {row.data for row in both}
+    unseen = [replace(row, evaluation="unseen") for row in both if "two" in row.data]
+    named = {table.data for table in build_tables([*both, *unseen])}
+    assert named == {"old/photos", "one/photos", "two/photos", "two/photos, unseen domains"}
 
 
 def test_too_few_seeds_are_said_once_and_small_test_sets_are_named():

@@ -11,7 +11,16 @@ from typing import Any
 from fedheal.aggregate.server_optimizer import SERVERS
 from fedheal.core.errors import shorten_list, suggest
 from fedheal.core.rng import SEED_FIELDS, SOURCES
-from fedheal.report.rows import BOUND_METHOD, BOUND_SETTINGS, BOUNDS, UNSEEN, Row, collect_data_notes, read_settings
+from fedheal.report.rows import (
+    BOUND_METHOD,
+    BOUND_SETTINGS,
+    BOUNDS,
+    UNSEEN,
+    Row,
+    collect_data_notes,
+    name_data_sets,
+    read_settings,
+)
 from fedheal.report.seed_levels import list_fixed_sources
 from fedheal.runs.folder import find_damaged_line
 from fedheal.runs.schema import FREE
@@ -133,7 +142,8 @@ def list_cautions(rows: Sequence[Row], reference: str | None = None) -> list[str
             )
     if reference not in (None, used_reference):
         there = used_reference or "no method"
-        cautions.append(f"There is no run of {reference} on {rows[0].table}: {there} is the reference there.")
+        table = rows[0].name_table(name_data_sets([rows[0].data])[rows[0].data])
+        cautions.append(f"There is no run of {reference} on {table}: {there} is the reference there.")
     return cautions
 
 

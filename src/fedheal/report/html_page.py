@@ -50,8 +50,8 @@ def render_page(
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
     check_reference(rows, reference)
-    groups = group_by_data(rows)
-    sets = [_describe_data_set(table, groups[table.data], reference) for table in tables.build_tables(rows)]
+    groups = zip(tables.build_tables(rows), group_by_data(rows).values(), strict=True)
+    sets = [_describe_data_set(table, group, reference) for table, group in groups]
     options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=FunctionLoader(_read_asset), undefined=StrictUndefined, **options)
     environment.filters["breakable"] = _make_breakable

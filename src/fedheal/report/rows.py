@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import glob
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from fedheal.core.atomic_files import write_if_changed
 from fedheal.core.errors import shorten_list
 from fedheal.core.metrics import fairness
 from fedheal.core.rng import SEED_FIELDS
+from fedheal.data.on_disk import FOLDER_PREFIX
 from fedheal.report.last_rounds import list_round_notes
 from fedheal.runs.folder import read_json, read_result, read_toml
 from fedheal.runs.schema import FREE, LATER_SETTINGS
@@ -58,7 +60,11 @@ class Row:
     @property
     def table(self) -> str:
         """The table that the row belongs into: the data set, and whether its domains were unseen in training."""
-        return f"{self.data}, unseen domains" if self.evaluation == UNSEEN else self.data
+        return self.name_table(self.data)
+
+    def name_table(self, data: str) -> str:
+        """Return what the row's table is called if its data set is called `data`."""
+        return f"{data}, unseen domains" if self.evaluation == UNSEEN else data
 
     def collect(self, field: str) -> dict[str, Any]:
         """Return a field of the result that has an entry for each domain; of unseen domains, each from its own run."""
@@ -154,7 +160,7 @@ def load_summary(folder: Path, required: Iterable[str] = ()) -> dict[str, Any]:
     Raises:
         ValueError: If it lacks what a report needs.
     """
-    summary = _rename_domains(read_result(folder, {*REPORT_FIELDS, *required})) | {"folder": str(folder)}
+    summary = rename_domains(read_result(folder, {*REPORT_FIELDS, *required})) | {"folder": str(folder)}
     notes = list_round_notes(folder, summary)
     return summary | ({"round_notes": notes} if notes else {})
 
@@ -168,7 +174,8 @@ def rename_domain(name: str) -> str:
     return f"{name} (domain)" if name in FAIRNESS_COLUMNS else name
 
 
-def _rename_domains(summary: dict[str, Any]) -> dict[str, Any]:
+def rename_domains(summary: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of a run with the names that its domains have in reports."""
     if FAIRNESS_COLUMNS.keys().isdisjoint(summary["domains"]):
         return summary
     by_domain = {key: summary[key] for key in ("domains", "test_sizes", "by_class", "calibration") if summary.get(key)}
@@ -202,6 +209,33 @@ def group_by_data(rows: Iterable[Row]) -> dict[str, list[Row]]:
                 f"the runs on '{row.data}' are not over the same domains: {folders}; report them separately"
             )
     return groups
+
+
+def name_data_sets(names: Iterable[str]) -> dict[str, str]:
+    """Return what each data set is called in a report.
+
+    A folder of images is called by its last name, and by as many of the folders above it as tell it from the others.
+
+    >>> name_data_sets(["digits", "folder:/data/photos"])
+    {'digits': 'digits', 'folder:/data/photos': 'photos'}
+    >>> list(name_data_sets(["folder:/a/x/photos", "folder:/b/x/photos", "folder:/c/photos"]).values())
+    ['a/x/photos', 'b/x/photos', 'c/photos']
+    """
+    parts = {name: _split_folder(name) for name in names}
+    depths = dict.fromkeys(parts, 1)
+    while True:
+        shown = {name: str(PurePath(*parts[name][-depth:])) for name, depth in depths.items()}
+        times = Counter(shown.values())
+        unclear = [name for name, depth in depths.items() if times[shown[name]] > 1 and depth < len(parts[name])]
+        if not unclear:
+            return shown
+        depths |= {name: depths[name] + 1 for name in unclear}
+
+
+def _split_folder(data: str) -> tuple[str, ...]:
+    """Return the parts of the path of a folder of images; another data set's name is one part."""
+    path = data.removeprefix(FOLDER_PREFIX)
+    return (data,) if path == data else PurePath(path).parts or (data,)
 
 
 def build_rows(summaries: Iterable[Mapping[str, Any]]) -> list[Row]:

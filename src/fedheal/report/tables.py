@@ -17,7 +17,16 @@ from fedheal.core.metrics import LAST
 from fedheal.core.rng import SEED_FIELDS
 from fedheal.report.comparability import annotate_rows, choose_reference
 from fedheal.report.plain_text import escape_controls, escape_markdown
-from fedheal.report.rows import BOUNDS, FAIRNESS_COLUMNS, UNSEEN, Row, Seeds, group_by_data, read_settings
+from fedheal.report.rows import (
+    BOUNDS,
+    FAIRNESS_COLUMNS,
+    UNSEEN,
+    Row,
+    Seeds,
+    group_by_data,
+    name_data_sets,
+    read_settings,
+)
 from fedheal.report.seed_levels import count_independent
 from fedheal.runs.folder import write_bytes
 from fedheal.runs.schema import FREE
@@ -50,7 +59,7 @@ def summarise_seeds(values: Sequence[float], best: float | None = None) -> Cell:
 class ResultTable:
     """The results on one data set: `cells[method][column]`. Bounds come last and are never best."""
 
-    data: str
+    data: str  # what the data set is called
     columns: tuple[str, ...]
     cells: Mapping[str, Mapping[str, Cell]]
     seeds: Mapping[str, tuple[Seeds, ...]]
@@ -92,7 +101,8 @@ def describe_averaging(averaged: frozenset[int]) -> str:
 
 def build_tables(rows: Sequence[Row]) -> list[ResultTable]:
     """Return one table per data set. Raise ValueError if two rows are of the same method and seed."""
-    return [_build_table(data, group) for data, group in group_by_data(rows).items()]
+    names = name_data_sets(row.data for row in rows)
+    return [_build_table(group[0].name_table(names[group[0].data]), group) for group in group_by_data(rows).values()]
 
 
 def _build_table(data: str, rows: Sequence[Row]) -> ResultTable:

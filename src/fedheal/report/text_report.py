@@ -13,9 +13,8 @@ def format_report(runs: Sequence[rows.Row], form: str, reference: str | None = N
     """Return a table for each data set, what may be concluded from it, and notes on the data; text fits into the width."""
     check_reference(runs, reference)
     bullet = {"text": "", "markdown": "- ", "latex": "% "}[form]
-    parts, groups = [], rows.group_by_data(runs)
-    for table in tables.build_tables(runs):
-        group = groups[table.data]
+    parts = []
+    for table, group in zip(tables.build_tables(runs), rows.group_by_data(runs).values(), strict=True):
         sentences = list_cautions(group, reference) + conclusions.conclude(group, reference)
         sentences += format_data_notes(summary for row in group for summary in row.summaries)
         parts += [f"{table.data}: {table.about}", _format_table(table, form, width), _join_notes(sentences, bullet)]
