@@ -6,14 +6,18 @@ import functools
 import json
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedheal.cli.options import SEEDS_HELP, AsJson, Jobs, Quiet, Ray, RunsFolder, Seeds, Track
 from fedheal.cli.planned_jobs import count_runs, run_jobs
 from fedheal.cli.words import is_override
+
+if TYPE_CHECKING:
+    from fedheal.campaign.jobs import Job
 
 DEMO_METHODS = ("fedavg", "fedavg+uniform", "fedavg+afl", "fedheal")
 SEARCHES = ("grid", "random", "optuna")
@@ -105,12 +109,7 @@ def compare(
     name = ["compare", data.replace(":", "."), *comparison.name_design(numbers), *sorted(overrides)]
     folder = check_campaign_folder(out or Path("runs") / make_folder_name("-".join(name)))
     planned = comparison.plan(methods, numbers, values | {"data": data}, folder, track)
-    alone = f"{methods[0]} is the only method, so nothing is compared: name another to compare it with"
-    is_crossed = len(numbers[0]) > 1  # seeds that runs share: no difference is tested
-    compared = [method for method in methods if method not in rows.BOUNDS]
-    is_done = all(job.is_finished for job in planned)
-    too_few = "" if is_crossed or is_done else conclusions.foresee_too_few_seeds(len(numbers), len(compared))
-    note = alone if len(methods) == 1 else too_few.rstrip(".")
+    note = _note_comparison(methods, numbers, planned)
     run_jobs(planned, quiet or as_json, count_runs(planned, folder), jobs, ray, note=note)
     runs = rows.build_rows(rows.load_summary(job.folder) for job in planned)
     rows.write_method_order(folder, runs)
@@ -122,6 +121,19 @@ def compare(
         typer.echo(json.dumps(shown | ({"components": components} if components else {}), indent=2))
     elif not quiet:
         typer.echo(format_report(runs, "text", width=display.find_width()))
+
+
+def _note_comparison(methods: Sequence[str], seeds: Sequence[Mapping[str, int]], planned: Sequence[Job]) -> str:
+    """Return why a comparison that is about to run can show no difference, or an empty string."""
+    from fedheal.report import conclusions, rows
+
+    if len(methods) == 1:
+        return f"{methods[0]} is the only method, so nothing is compared: name another to compare it with"
+    is_crossed = len(seeds[0]) > 1  # runs share seeds, and no difference is tested
+    if is_crossed or all(job.is_finished for job in planned):
+        return ""
+    compared = [method for method in methods if method not in rows.BOUNDS]
+    return conclusions.foresee_too_few_seeds(len(seeds), len(compared)).rstrip(".")
 
 
 def sweep_command(
