@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fedheal import methods
-from made_up import run_folder
+from fedheal.runs.folder import read_result
+from made_up import DOMAINS, run_folder
 
 HEADINGS = {
     "report": ["mnist", "usps", "svhn", "syn", "AVG", "STD", "worst", "seeds"],
@@ -45,6 +46,24 @@ def test_nobody_needs_to_read_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr("sys.stdout", None)
     show_parts()
+
+
+def test_a_run_tells_a_domain_called_avg_from_the_mean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fedheal.cli.display import show_run
+
+    monkeypatch.setitem(DOMAINS, "odd", ("AVG", "street"))
+    folder = run_folder(tmp_path / "run", "fedavg", "odd", rounds=4)
+    show_run(read_result(folder), folder)
+    head = next(line for line in capsys.readouterr().out.splitlines() if "method" in line)
+    assert re.findall(r"AVG(?: \(domain\))?|street|STD|worst", head) == [
+        "AVG (domain)",
+        "street",
+        "AVG",
+        "STD",
+        "worst",
+    ]
 
 
 @pytest.mark.parametrize("width", [60, 80, None])

@@ -77,6 +77,7 @@ def print_table(head: Sequence[str], body: Iterable[Sequence[str]], title: str =
 
 def show_run(summary: Mapping[str, Any], folder: Path) -> None:
     """Print one run: its numbers, what they mean, notes on the data, and the folder."""
+    summary = rows.rename_domains(dict(summary))
     show_comparison([summary])
     about = f"Accuracy in percent, {tables.describe_averaging(frozenset({int(summary['averaged'])}))}."
     noted = {**summary, "round_notes": list_round_notes(folder, summary)}
