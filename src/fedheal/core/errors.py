@@ -142,7 +142,7 @@ def suggest(word: str, known: Sequence[str] | Mapping[str, str]) -> str:
     " (did you mean 'fedavg+fedheal'?)"
     """
     meanings = known if isinstance(known, Mapping) else dict(zip(known, known, strict=True))
-    by_lower_case = {name.lower(): meaning for name, meaning in reversed(meanings.items())}
+    by_lower_case = {name.lower(): meaning for name, meaning in reversed([*meanings.items()])}
     close = difflib.get_close_matches(word.lower(), by_lower_case, 1, 0.6)
     return f" (did you mean '{by_lower_case[close[0]]}'?)" if close else ""
 
