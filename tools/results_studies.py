@@ -98,6 +98,15 @@ STUDIES = (
         other_folders=(CONFIRMATION,),
     ),
     Study(
+        "tutorial",
+        "The tutorial's comparison on embedded",
+        "The runs of `docs/start-research.md`, with the first eight seeds.",
+        _list_methods("fedavg", "fedavg+uniform", "fedavg+fedheal"),
+        "fedavg+uniform",
+        range(8),
+        folder="tutorial",
+    ),
+    Study(
         "local-methods",
         "Local methods on embedded",
         "Short runs with one client per domain: ten rounds of one epoch at lr = 0.005. They show that the methods work, and "
