@@ -25,7 +25,7 @@ from fedheal.engine.channel import Outbox
 from fedheal.engine.pooled import make_sendable
 from fedheal.engine.serial import Task
 from fedheal.engine.workers import WorkerPool, _start_worker, _Worker
-from fedheal.local.term import Term
+from fedheal.local.term import Context, Term
 from fedheal.methods import get
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.federation import Federation
@@ -156,8 +156,11 @@ def test_an_error_that_cannot_be_sent_is_described(error: Exception, kind: type[
 class Sendable(Term):
     """A term that only this process can import, as if it were defined in a notebook."""
 
+    def grad(self, ctx: Context) -> None:
+        pass
 
-class Unsendable(Term):
+
+class Unsendable(Sendable):
     def __init__(self) -> None:
         self.kept = lambda: None
 
