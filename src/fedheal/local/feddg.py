@@ -148,18 +148,22 @@ def to_images(spectrum: Tensor) -> Tensor:
     return (pixels.clamp(0, 1) - mean) / std
 
 
+def _get_half_width(images: Tensor, window: float) -> int:
+    return int(window * min(images.shape[-2:]))
+
+
 def _index_low_frequencies(spectrum: Tensor, window: float) -> tuple[Tensor, Tensor]:
     """Return rows and columns of the frequencies -b to b, with b the `window` as a share of the shorter side."""
     height, width = spectrum.shape[-2:]
-    b = int(window * min(height, width))
+    b = _get_half_width(spectrum, window)
     frequencies = torch.arange(-b, b + 1, device=spectrum.device)
     return (frequencies % height)[:, None], frequencies % width
 
 
 def match_window(amplitudes: Tensor, images: Tensor, window: float) -> bool:
     """Return whether amplitudes are those of the low frequencies of such images."""
-    rows, columns = _index_low_frequencies(images, window)
-    return amplitudes.shape[-2:] == (len(rows), len(columns))
+    size = 2 * _get_half_width(images, window) + 1
+    return amplitudes.shape[-2:] == (size, size)
 
 
 def take_low_frequencies(spectrum: Tensor, window: float) -> Tensor:
