@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,17 @@ from fedheal import Method, methods
 from fedheal.core.layout import Packed
 from fedheal.flower import reply_reader
 from fedheal.flower.messages import describe_terms, record_to_tensors
+from fedheal.local.fedproto import FedProto
 from fedheal.local.term import Arrays, Context, Term
 from flower.sites import Sites
-from flower.test_bad_replies import BAD, run_with_bad_replies, run_without_reply, set_client_info
+from flower.test_bad_replies import (
+    BAD,
+    change_arrays,
+    run_with_bad_replies,
+    run_without_reply,
+    set_array,
+    set_client_info,
+)
 
 
 @pytest.mark.slow
@@ -225,6 +234,8 @@ def test_the_first_prototypes_do_not_set_the_shape_for_all_clients(method, spoil
         ("ditto", "empty"),
         ("ditto:feedback=true", "complex"),
         ("ditto:feedback=true", "stacked"),
+        ("ditto:feedback=true", "negative"),
+        ("ditto", "negative"),
         ("feddg", "short"),
         ("feddg", "negative"),
     ],
@@ -274,6 +285,131 @@ class Checking(Term):
         if any((message["size"] < 0).any() for message in messages):
             raise ValueError("a size is negative")
         return aggregated, shared
+
+
+def train_with(
+    term: Term, spoil: Callable[[Message], list[Message]] | None = None, rounds: int = 3, **settings: Any
+) -> Any:
+    """Train five sites with this term, one of them with other messages, and return the strategy and that site."""
+    sites = Sites(method=Method(local=(term,), name="mine"), rounds=rounds)
+    strategy = sites.strategy(fraction_evaluate=0.0, **settings)
+
+    def change(node: int, reply: Message) -> list[Message]:
+        return spoil(reply) if spoil is not None and node == BAD else [reply]
+
+    strategy.start(sites.grid(change), sites.initial, num_rounds=rounds)
+    return strategy, sites.names[BAD - 100]
+
+
+def set_message(name: str, values: Any) -> Callable[[Message], list[Message]]:
+    def spoil(reply: Message) -> list[Message]:
+        reply.content["fedheal.messages"][f"0.{name}"] = Array(np.asarray(values))
+        return [reply]
+
+    return spoil
+
+
+class InPlace(Term):
+    """A user's term that writes into what `absorb` gets."""
+
+    def init(self, layout):
+        return {"total": torch.zeros(1)}
+
+    def finish(self, ctx, local):
+        return {}, {"one": torch.ones(1)}
+
+    def absorb(self, before, aggregated, messages, shared, ctx):
+        aggregated.params.add_(0.5)
+        for message in messages:
+            shared["total"].add_(message["one"])
+            message["one"].mul_(2)
+        return aggregated, shared
+
+
+def test_trying_a_message_changes_nothing():
+    strategy, _ = train_with(InPlace(), rounds=2, min_replies=6, max_empty_rounds=None)
+    initial = {name: torch.from_numpy(array.numpy().copy()) for name, array in Sites(rounds=2).initial.items()}
+    assert torch.equal(strategy.state.model.params, strategy.rounds.layout.pack(initial).params)
+    assert strategy.state.terms[0].shared["total"].item() == 0
+    strategy, _ = train_with(InPlace(), rounds=2)
+    assert strategy.state.terms[0].shared["total"].item() == 10
+
+
+class Best(FedProto):
+    """A user's term that inherits a check of messages, and sends more than that knows."""
+
+    def finish(self, ctx, local):
+        slot, message = super().finish(ctx, local)
+        return slot, {**message, "best": torch.zeros(1)}
+
+    def absorb(self, before, aggregated, messages, shared, ctx):
+        counts = [["a", "b"][int(message["best"])] for message in messages]
+        assert counts
+        return super().absorb(before, aggregated, messages, shared, ctx)
+
+
+def test_a_term_that_inherits_a_check_is_tried_too():
+    strategy, bad = train_with(Best(), set_message("best", np.array([7.0], np.float32)))
+    assert [list(record.report["skipped"]) for record in strategy.history] == [[bad]] * 3
+    strategy, bad = train_with(Best(), set_message("count", np.array([-1.0] * 3, np.float32)))
+    assert "count from 0 for each class" in strategy.history[0].report["skipped"][bad]
+
+
+class ReadsContext(Term):
+    """A user's term that reads what a simulation offers."""
+
+    def finish(self, ctx, local):
+        return {}, {"one": torch.ones(1)}
+
+    def absorb(self, before, aggregated, messages, shared, ctx):
+        updates = ctx.updates
+        if len(messages):
+            assert updates.domains is not None
+            read = [1 / ctx.rounds, updates.metrics["train_loss"].sum(), updates.deltas.sum(), updates.buffers.sum()]
+            assert all(math.isfinite(value) for value in read)
+            assert len(updates.domains) == len(messages) == len(updates.deltas)
+        return aggregated, shared
+
+
+def test_a_term_reads_in_a_federation_what_it_reads_in_a_simulation():
+    strategy, _ = train_with(ReadsContext())
+    assert [record.report["skipped"] for record in strategy.history] == [{}] * 3
+    strategy, bad = train_with(
+        ReadsContext(), change_arrays(set_array("head.bias", Array(np.full(3, np.nan, np.float32))))
+    )
+    assert [list(record.report["skipped"]) for record in strategy.history] == [[bad]] * 3
+
+
+class NamesUnknown(Term):
+    def finish(self, ctx, local):
+        return {}, {"one": torch.ones(1)}
+
+    def absorb(self, before, aggregated, messages, shared, ctx):
+        for message in messages:
+            for name in message.keys() - {"one"}:
+                raise ValueError(f"unknown value {name}")
+        return aggregated, shared
+
+
+def test_a_name_in_the_error_of_a_term_is_escaped():
+    strategy, bad = train_with(NamesUnknown(), set_message("\x1b[2J\n", np.ones(1, np.float32)), rounds=1)
+    assert strategy.history[0].report["skipped"][bad].isprintable()
+
+
+@pytest.mark.parametrize("method", ["scaffold", "fedproto"])
+def test_one_of_two_clients_that_changes_its_messages_is_left_out_alone(method):
+    """Earlier rounds decide between the two, and what was left out counts as no earlier round."""
+    sites = Sites(method=method, rounds=6)
+    strategy = sites.strategy(fraction_evaluate=0.0)
+    junk = set_message("junk", np.ones(1, np.float32))
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        if node not in (100, BAD):
+            return []
+        return junk(reply) if node == BAD and strategy.rounds.current.number > 2 else [reply]
+
+    strategy.start(sites.grid(spoil), sites.initial, num_rounds=6)
+    assert [len(record.weights) for record in strategy.history] == [2, 2, 1, 1, 1, 1]
 
 
 def test_a_bank_of_another_size_is_left_alone():

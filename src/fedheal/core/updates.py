@@ -103,6 +103,21 @@ class Updates:
             domains=None if domains is None else tuple(domains),
         )
 
+    def select(self, rows: Tensor) -> Updates:
+        """Return the updates of these rows, in this order."""
+        columns = {name: column[rows] for name, column in self.metrics.items()}
+        buffers, counters = (None if matrix is None else matrix[rows] for matrix in (self.buffers, self.counters))
+        places = rows.tolist()
+        return Updates(
+            [self.clients[row] for row in places],
+            self.deltas[rows],
+            self.num_examples[rows],
+            buffers,
+            counters,
+            columns,
+            domains=None if self.domains is None else [self.domains[row] for row in places],
+        )
+
     @property
     def no_rows(self) -> Tensor:
         """An empty matrix of the length, dtype and device of the updates; to read it does not need the updates themselves."""

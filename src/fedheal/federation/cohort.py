@@ -9,12 +9,12 @@ from typing import Generic, Protocol, Self, TypeVar
 import torch
 
 from fedheal.core.errors import name_if_custom
-from fedheal.core.layout import Layout
-from fedheal.core.state import RunState, TermState
+from fedheal.core.layout import Layout, Packed
+from fedheal.core.state import RunState
 from fedheal.core.updates import Updates
 from fedheal.federation.extra_checks import check_extras, find_far_extras
 from fedheal.federation.replies import AUTO, MissingRequirement, RejectedReply, ReplyRequirements, TrainReply
-from fedheal.federation.reply_limits import find_far_norms
+from fedheal.federation.reply_limits import escape_text, find_far_norms
 from fedheal.federation.reply_updates import ReplyUpdates, UpdateWriter
 from fedheal.local.term import Arrays, ServerContext, Term
 
@@ -66,8 +66,10 @@ class CohortBuilder(Generic[R]):
         read: Callable[[R, Layout, ReplyRequirements], TrainReply],  # reads and checks one reply
         terms: Sequence[Term] = (),
         budget: int | None = None,
+        num_rounds: int = 0,
     ) -> None:
         self.layout, self.requirements, self.read, self.terms = layout, requirements, read, terms
+        self.num_rounds = num_rounds
         self._writer = UpdateWriter(layout, budget)
 
     def build(self, received: Iterable[R], state: RunState, known_digests: Mapping[str, str]) -> Cohort:
@@ -84,7 +86,7 @@ class CohortBuilder(Generic[R]):
                 skipped[reply.client] = str(error)
                 missing += [error.needed] if isinstance(error, MissingRequirement) else []
         if self.terms:
-            missing += self._skip_unusable_messages(replies, state, skipped)
+            missing += self._skip_unusable_messages(replies, state, skipped, known_digests)
         missing_requirement = missing[0] if missing and not replies else None
         digests = {client: _digest_messages(reply.messages) for client, reply in replies.items()} if self.terms else {}
         _skip_unusual_messages(replies, known_digests, digests, skipped)
@@ -102,16 +104,62 @@ class CohortBuilder(Generic[R]):
         return Cohort(updates, replies, skipped, missing_requirement, digests, lambda: all_updates.norms, far_extras)
 
     def _skip_unusable_messages(
-        self, replies: dict[str, TrainReply], state: RunState, skipped: dict[str, str]
+        self,
+        replies: dict[str, TrainReply],
+        state: RunState,
+        skipped: dict[str, str],
+        known_digests: Mapping[str, str],
     ) -> list[str]:
         """Skip clients whose messages the server's terms cannot use; return what is needed instead."""
         missing = []
-        for client, reply in list(replies.items()):
-            if error := _find_message_error(self.terms, self.layout, state, reply.messages):
-                skipped[client] = f"the server cannot use the messages of its local terms ({error})"
-                missing.append(f"messages of the clients' local terms that the server can use ({error})")
-                del replies[client]
+
+        def skip_where(find_error: Callable[[TrainReply], str | None]) -> None:
+            for client, reply in list(replies.items()):
+                if error := find_error(reply):
+                    skipped[client] = f"the server cannot use the messages of its local terms ({error})"
+                    missing.append(f"messages of the clients' local terms that the server can use ({error})")
+                    del replies[client]
+
+        skip_where(lambda reply: self._find_message_error(reply, state))
+        if any(map(_must_be_tried, self.terms)):  # the structure first, which may decide how much memory `absorb` takes
+            digests = {client: _digest_messages(reply.messages) for client, reply in replies.items()}
+            _skip_unusual_messages(replies, known_digests, digests, skipped, only_by_majority=True)
+            skip_where(lambda reply: self._try_absorb(reply, state))
         return missing
+
+    def _find_message_error(self, reply: TrainReply, state: RunState) -> str | None:
+        """Return the error if a term rejects its message in this reply."""
+        for term, message, before in zip(self.terms, reply.messages, state.terms, strict=True):
+            try:
+                term.check_message(message, before.shared, self.layout)
+            except Exception as error:  # missing or misshapen values may raise nearly anything
+                return _describe_error(error)
+        return None
+
+    def _try_absorb(self, reply: TrainReply, state: RunState) -> str | None:
+        """Return the error if a user's term that checks no messages cannot absorb this one, tried on copies."""
+        for term, message, before in zip(self.terms, reply.messages, state.terms, strict=True):
+            if not _must_be_tried(term):
+                continue
+            updates = ReplyUpdates({reply.client: reply}, state.model, self._writer, skips_diverged=False)
+            one = torch.ones(1, dtype=torch.float64)
+            context = ServerContext(
+                round=state.round + 1,
+                rounds=self.num_rounds,
+                clients=1,
+                layout=self.layout,
+                slots={},
+                updates=updates,
+                weights=one,
+                unnormalised_weights=one,
+            )
+            models = [Packed(*(part.clone() for part in vars(state.model).values())) for _ in range(2)]
+            shared, sent = ({name: t.clone() for name, t in arrays.items()} for arrays in (before.shared, message))
+            try:
+                term.absorb(models[0], models[1], [sent], shared, context)
+            except Exception as error:
+                return _describe_error(error)
+        return None
 
     def _find_too_long(self, norms: Mapping[str, float]) -> dict[str, str]:
         """Return the clients whose updates are longer than `max_norm`. The aggregator names those that are not finite."""
@@ -130,29 +178,27 @@ def _digest_messages(groups: Sequence[Arrays]) -> str:
     return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
 
 
-def _find_message_error(terms: Sequence[Term], layout: Layout, state: RunState, groups: Sequence[Arrays]) -> str | None:
-    """Return the error if the terms cannot use these messages of a client."""
-    for term, message, before in zip(terms, groups, state.terms, strict=True):
-        try:
-            if name_if_custom(type(term)) and type(term).check_message is Term.check_message:
-                _try_absorb(term, message, before, layout, state)
-            term.check_message(message, before.shared, layout)
-        except Exception as error:  # a term need not check: missing or misshapen messages raise nearly anything
-            return f"{type(error).__name__}: {str(error)[:200]}"
-    return None
+def _must_be_tried(term: Term) -> bool:
+    """Return whether a term is a user's own and does not check the messages that its `absorb` gets."""
+    for kind in type(term).__mro__:
+        if "check_message" in vars(kind):
+            return False
+        if "absorb" in vars(kind):
+            return bool(name_if_custom(kind))
+    return False
 
 
-def _try_absorb(term: Term, message: Arrays, before: TermState, layout: Layout, state: RunState) -> None:
-    """Let a term absorb one client's message, to see whether that raises: a user's term need not check messages."""
-    updates = Updates(["client"], torch.zeros(1, layout.sizes().params, dtype=state.model.params.dtype), [1])
-    given = dict.fromkeys(("weights", "unnormalised_weights"), torch.ones(1, dtype=torch.float64))
-    number = state.round + 1
-    context = ServerContext(round=number, rounds=0, clients=1, layout=layout, slots={}, updates=updates, **given)
-    term.absorb(state.model, state.model, [message], before.shared, context)
+def _describe_error(error: Exception) -> str:
+    """Return a term's error, which may quote what a client sent."""
+    return f"{type(error).__name__}: {escape_text(error, 200)}"
 
 
 def _skip_unusual_messages(
-    replies: dict[str, TrainReply], known: Mapping[str, str], digests: Mapping[str, str], skipped: dict[str, str]
+    replies: dict[str, TrainReply],
+    known: Mapping[str, str],
+    digests: Mapping[str, str],
+    skipped: dict[str, str],
+    only_by_majority: bool = False,
 ) -> None:
     """Skip clients whose messages differ in shape from those of most clients, each as last seen.
 
@@ -161,8 +207,11 @@ def _skip_unusual_messages(
         known: By client, the digest of its last usable messages.
         digests: By client, the digest of its messages of this round.
         skipped: Gets the reason by client.
+        only_by_majority: Whether to skip nobody unless more than half agree.
     """
     counts = Counter({**known, **digests}.values())
+    if only_by_majority and 2 * max(counts.values(), default=0) <= counts.total():
+        return
     usual = [digest for digest, count in counts.items() if count == max(counts.values())]
     if len(usual) > 1:  # as many clients send the one as the other: earlier rounds decide
         usual = [digest for digest in usual if digest in known.values()]

@@ -109,7 +109,9 @@ class RoundServer(Generic[K, R, O]):
     def begin(self, layout: Layout, model: Packed, described: Mapping[str, Any]) -> None:
         """Start from the folder's newest checkpoint, or else from this model. `described`: the settings for the folder."""
         _check_finite(model)
-        self.builder = CohortBuilder(layout, self.requirements, self.read, self.terms, self.settings.budget)
+        self.builder = CohortBuilder(
+            layout, self.requirements, self.read, self.terms, self.settings.budget, self.num_rounds
+        )
         self._state = RunState(
             round=0,
             seed=self.settings.seed,

@@ -67,7 +67,12 @@ class NodeRound(OpenRound):
         problems = {reply.client: reply.problem for reply in received if reply.problem is not None}
         self.record_step(cohort, outcome, problems, missing)
         self._record_lost_states(received, outcome, federation)
-        federation.message_digests |= cohort.message_digests
+        # A client that is left out now counts with the structure of its last messages that were used.
+        federation.message_digests |= {
+            client: digest
+            for client, digest in cohort.message_digests.items()
+            if client in outcome.absorbed or client not in federation.accepted
+        }
         federation.accepted |= dict.fromkeys(outcome.absorbed, self.number)
         federation.tokens |= {
             reply.client: reply.token for reply in received if reply.client in outcome.absorbed and reply.token

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fedheal.core.arrays import Floats, normalise_weights
-from fedheal.core.layout import Layout, Packed
+from fedheal.core.layout import VARIANCE, Layout, Packed
 from fedheal.core.parameter import Parameter, declare_parameters
 from fedheal.local.client_weights import PREFIX, update_weights
 from fedheal.local.term import Arrays, Context, ServerContext, Term, check_vector
@@ -56,6 +56,10 @@ class Ditto(Term):
         sizes = layout.sizes()
         check_vector(message, "params", sizes.params)
         check_vector(message, "buffers", sizes.buffers)
+        for entry in layout.entries:
+            is_variance = entry.kind == "buffer" and entry.name.endswith(VARIANCE)
+            if is_variance and (message["buffers"][entry.start : entry.stop] < 0).any():
+                raise ValueError(f"its '{entry.name}' holds a negative variance")
 
     def absorb(
         self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext

@@ -144,7 +144,7 @@ def _absorb(
         return model, state.terms
     rows = _rows(updates, accepted)
     if tuple(accepted) != updates.clients:
-        updates = Updates(accepted, updates.deltas[rows], updates.num_examples[rows])
+        updates = updates.select(rows)
     after: list[TermState] = []
     for i, (term, before) in enumerate(zip(step.terms, state.terms, strict=True)):
         new_slots = {c: replies[c].slots[i] for c in accepted if replies[c].slots and replies[c].slots[i]}
