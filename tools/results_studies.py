@@ -118,6 +118,16 @@ STUDIES = (
         folder="local-methods",
     ),
     Study(
+        "longer-steps",
+        "FedAvg and FedHEAL with longer steps on embedded",
+        "The short runs again at lr = 0.01, for FedDG, whose loss is a sum of two cross-entropies.",
+        _list_methods("fedavg", "fedavg+fedheal"),
+        "fedavg",
+        range(10),
+        {"clients_per_domain": 1, "rounds": 10, "epochs": 1, "lr": 0.01},
+        folder="longer-steps",
+    ),
+    Study(
         "server-optimisers",
         "Server optimisers on embedded",
         "One client per domain, all else by the data set's protocol. `eta` was chosen on validation data "

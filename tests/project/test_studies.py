@@ -119,8 +119,8 @@ def test_pictures_have_the_methods_in_their_order(studies, tmp_path):
     [
         (0, "findings", "## The embedded digits\n"),
         (2, "findings", "## FedDG, FedSAM, FedLESAM and FedISM\n"),
-        (3, "findings", "## Server optimisers\n"),
-        (4, "methods", "### `fcclplus`\n"),
+        (4, "findings", "## Server optimisers\n"),
+        (5, "methods", "### `fcclplus`\n"),
     ],
 )
 def test_the_tables_of_the_guides_are_those_of_the_results(studies, number, guide, heading):
