@@ -209,8 +209,8 @@ def tabulate_tests(groups: Mapping[str, Sequence[Run]], control: str) -> tuple[l
         f"{len(lines)} comparisons (docs/statistics.md). Below 0.05 a difference is shown. A larger p is no evidence of "
         "equality. The smallest possible p is what the clearest differences in all comparisons would give with these numbers "
         "of seeds.",
-        "Intervals hold one at a time. They assume near-normal differences, which the test does not: the conclusion follows "
-        "the test.",
+        "Intervals hold one at a time. Below 8 seeds they assume near-normal differences (docs/statistics.md). The conclusion "
+        "follows the test.",
         *conclude_findings(replace(findings, metrics=_leave_out_undecided(findings.metrics)), rows),
     ]
     return lines, notes

@@ -68,6 +68,9 @@ def number():
 def raising(k: int = 2):
     return {}[k]
 
+def leaving():
+    raise SystemExit(5)
+
 def bad_reducer(what: str = "word"):
     # A reducer that makes something else of a round than a model and a report.
     choices = {
@@ -213,6 +216,7 @@ def test_values_are_what_the_function_returned() -> None:
         ("mine:NUMBER", "'NUMBER' is an int, not a function"),
         ("mine:absent", "has no function 'absent'"),
         ("mine:raising", "raised KeyError: 2"),
+        ("mine:leaving", "the method's function 'mine_of_tests:leaving' raised SystemExit: 5"),
         ("mine:plain:k=3", "the method's function 'mine_of_tests:plain' raised ValueError: k = 3: use 1 or 2"),
         ("mine:plain:k=1.5", "k = 1.5: use a whole number"),
         ("mine:whole:time=1", "no parameter 'time'.*did you mean 'times'"),

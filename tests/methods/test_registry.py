@@ -271,6 +271,9 @@ def test_a_method_is_a_value() -> None:
     method = methods.get("fedheal")
     with pytest.raises(AttributeError):
         method.name = "other"  # type: ignore[misc]
+    for name in ("", " ", "two\nlines"):
+        with pytest.raises(ValueError, match="give the method a name of printable characters"):
+            methods.Method(name=name)
     assert method.local == ()
     assert methods.get("fedprox:mu=0.1").local == (FedProx(0.1),)
     assert torch.is_tensor(method.aggregator.apply(torch.zeros(2), fedheal.Updates(["a"], torch.ones(1, 2), [1]),

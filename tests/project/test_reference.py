@@ -113,7 +113,6 @@ def test_every_parameter_is_declared_with_its_meaning_and_the_source_of_its_defa
     for name, parameter in declared.items():
         assert parameter.description, name
         assert parameter.source, name
-        parameter.check(parameter.default)
     if not isinstance(constructor, type):  # a term has fields that are no parameters
         assert declared.keys() == inspect.signature(constructor).parameters.keys()
 
@@ -123,6 +122,13 @@ def test_a_declaration_without_its_argument_is_refused() -> None:
 
         @declare_parameters(Parameter("mu", default=0.1))
         def make(mu: float = 0.2) -> None: ...
+
+
+def test_a_default_outside_its_own_range_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^mu = -0\.1: use a finite number that is not negative$"):
+
+        @declare_parameters(Parameter("mu", default=-0.1, ge=0))
+        def make(mu: float = -0.1) -> None: ...
 
 
 def test_the_command_shows_a_methods_parameters(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

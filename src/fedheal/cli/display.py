@@ -220,7 +220,7 @@ def show_parts() -> None:
         for name, part in parts.items():
             keys = ", ".join(f"{key}={format_value(p.default)}" for key, p in get_parameters(part).items())
             about = (inspect.getdoc(part) or "").split("\n")[0]
-            body.append([f"{name} ({kind})", about, keys, COSTS[name]])
+            body.append([f"{name} ({kind})", about, keys, COSTS.get(name, "")])
     body += [[f"{bound} (bound)", about, "", ""] for bound, about in rows.BOUNDS.items()]
     own = "your own function that returns a Stage, a Term, a Server or an Aggregator"
     body.append(["package.module:function", own, "", ""])

@@ -144,6 +144,7 @@ def declare_parameters(*declared: Parameter) -> Callable[[Constructor], Construc
             argument = signature.parameters.get(parameter.name)
             if argument is None or argument.default != parameter.default:
                 raise TypeError(f"{target.__name__} needs an argument {parameter.name}={parameter.default!r}")
+            parameter.check(parameter.default)
 
         @functools.wraps(call)
         def check_and_call(*args: Any, **kwargs: Any) -> Any:

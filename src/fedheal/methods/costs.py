@@ -1,9 +1,10 @@
-"""What each part of a method costs beyond FedAvg, in words. docs/methods.md has the measurements."""
+"""What each part of a method costs beyond FedAvg, in words. docs/methods.md has the measurements.
+
+A part that is not listed costs nothing worth naming.
+"""
 
 PROTOTYPES = "sends prototypes both ways"
 COSTS = {
-    "fedavg": "",
-    "fedprox": "",
     "scaffold": "traffic x 2; client and server keep controls as long as the model",
     "moon": "training x 1.3; client keeps its previous model",
     "feddyn": "client keeps a vector as long as the model, server two",
@@ -14,15 +15,11 @@ COSTS = {
     "feddg": "training x 2.3; sends amplitude spectra of single images, which all clients receive",
     "fedsam": "training x 1.9",
     "fedlesam": "client keeps the model it last received",
-    "uniform": "",
     "afl": "training x 1.2 to 1.3; sends 1 number",
     "qffl": "training x 1.2 to 1.3; sends 2 numbers",
     "fedheal": "server keeps sign counts as long as the model, and 4 numbers, per client",
     "fphl": "server keeps sign counts as long as the model per client",
     "fael": "server keeps 4 numbers per client",
-    "fael-exact": "",
-    "mix": "",
-    "total-variance": "",
     "directions": "server keeps two counts as long as the model per client",
     "fedfv": "training x 1.1; sends 1 number",
     "ditto": "training x 1.8; sends and keeps a personal model",

@@ -67,7 +67,7 @@ class Part:
         """Return what the constructor makes; raise ValueError if a parameter is out of range or a user's function fails."""
         try:
             return self.constructor(**self.explicit)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
             if not self.is_custom:
                 raise
             raise ValueError(f"the method's function {self.name!r} raised {format_error(error)}") from error

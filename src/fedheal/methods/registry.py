@@ -203,6 +203,8 @@ class Method:
         object.__setattr__(self, "local", tuple(self.local))
         check_type("aggregator", self.aggregator, Aggregator, "give an Aggregator, such as Aggregator(stage)")
         check_type("name", self.name, str, "give the method's name as a string")
+        if not self.name.strip() or not self.name.isprintable():
+            raise ValueError(f"name = {self.name!r}: give the method a name of printable characters")
         check_type("server", self.server, Server | None, "give a Server, such as Server('adam')")
 
     @property
