@@ -43,6 +43,7 @@ def test_reports_show_them_and_records_have_the_numbers(folder):
         text = format_report(runs, form)
         assert "40.0 (dog)" in text
         assert "Expected calibration error" in text
+        assert "%" not in [line.strip() for line in text.split("\n")]  # LaTeX has no comment without words
         assert "Brier" not in text  # on the page and in CSV
     narrow = format_report(runs, "text", width=30)
     assert "  mnist 40.0 (dog)" in narrow

@@ -21,9 +21,10 @@ def format_report(runs: Sequence[rows.Row], form: str, reference: str | None = N
         parts += _format_components(group, reference, form, width, bullet)
         for inner in class_table.build_domain_tables(group, ["ece"]):
             parts += [inner.title, _format_lines(inner.lines, form, width)]
+    parts = [part for part in parts if part]
     if form == "latex":
         parts = [part if part.startswith(("\\", "%")) else f"% {part}" for part in parts]
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(parts)
 
 
 def _join_notes(sentences: Iterable[str], bullet: str) -> str:
