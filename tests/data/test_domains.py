@@ -82,6 +82,10 @@ def test_invalid_fields(field: str, value: Any, message: str) -> None:
         check_domains(replace(OWN, **{field: value}), "mine:load")
 
 
+def test_names_may_have_letters_without_width() -> None:
+    check_domains(replace(OWN, classes=("\u0645\u06cc\u200c\u0631\u0648\u0645", "dog")), "mine:load")
+
+
 def test_images_of_a_domain_have_one_size() -> None:
     wide = Split(torch.zeros(4, 3, 8, 9, dtype=torch.uint8), LABELS)
     message = "data 'mine:load': photos: the training images are 8 x 9 and the test images 8 x 8 pixels: bring them to"

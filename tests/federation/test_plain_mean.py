@@ -219,6 +219,10 @@ def test_what_most_clients_were_sent_may_be_why_they_diverge():
     assert found["a"] == "the training of 2 of 3 clients has diverged, which what they were sent may have caused"
     assert found["c"].startswith("its training has diverged: its update has norm 1e+16")
     assert find_diverged({"a": 1.0, "b": 1e15}, model).keys() == {"b"}
+    found = find_diverged({"a": 1.0, "b": math.nan, "c": math.inf, "d": 1.0}, model)
+    assert found == {}  # the aggregator names clients whose update is not finite
+    found = find_diverged({"a": 1.0, "b": math.nan, "c": math.inf}, model)
+    assert found == {"a": "the training of 2 of 3 clients has diverged, which what they were sent may have caused"}
 
 
 @pytest.mark.parametrize("echo", [0.0, 1e-12, 1e-6])

@@ -15,9 +15,11 @@ from flwr.app import Array, Message
 
 from fedheal import Method, methods
 from fedheal.core.layout import Packed
+from fedheal.federation.message_checks import UNLIKE_MOST
 from fedheal.flower import reply_reader
 from fedheal.flower.messages import describe_terms, record_to_tensors
 from fedheal.local.fedproto import FedProto
+from fedheal.local.scaffold import Scaffold
 from fedheal.local.term import Arrays, Context, Term
 from flower.sites import Sites
 from flower.test_bad_replies import (
@@ -371,13 +373,14 @@ class ReadsContext(Term):
         return aggregated, shared
 
 
-def test_a_term_reads_in_a_federation_what_it_reads_in_a_simulation():
+@pytest.mark.parametrize(("value", "reason"), [(math.nan, "AssertionError"), (1e15, "its training has diverged")])
+def test_a_term_reads_in_a_federation_what_it_reads_in_a_simulation(value, reason):
     strategy, _ = train_with(ReadsContext())
     assert [record.report["skipped"] for record in strategy.history] == [{}] * 3
-    strategy, bad = train_with(
-        ReadsContext(), change_arrays(set_array("head.bias", Array(np.full(3, np.nan, np.float32))))
-    )
+    spoil = change_arrays(set_array("head.bias", Array(np.full(3, value, np.float32))))
+    strategy, bad = train_with(ReadsContext(), spoil)
     assert [list(record.report["skipped"]) for record in strategy.history] == [[bad]] * 3
+    assert reason in strategy.history[0].report["skipped"][bad]
 
 
 class NamesUnknown(Term):
@@ -391,9 +394,74 @@ class NamesUnknown(Term):
         return aggregated, shared
 
 
+def test_structure_is_checked_before_a_trial():
+    strategy, bad = train_with(NamesUnknown(), set_message("junk", np.ones(1, np.float32)), rounds=1)
+    assert strategy.history[0].report["skipped"] == {bad: UNLIKE_MOST}
+
+
 def test_a_name_in_the_error_of_a_term_is_escaped():
-    strategy, bad = train_with(NamesUnknown(), set_message("\x1b[2J\n", np.ones(1, np.float32)), rounds=1)
-    assert strategy.history[0].report["skipped"][bad].isprintable()
+    """Of two clients neither is the majority, so `absorb` decides."""
+    spoil, sites = (
+        set_message("\x1b[2J\n", np.ones(1, np.float32)),
+        Sites(method=Method((NamesUnknown(),), name="mine")),
+    )
+    present = {100: lambda reply: [reply], BAD: spoil}
+    strategy = sites.strategy(fraction_evaluate=0.0)
+    strategy.start(sites.grid(lambda node, reply: present[node](reply) if node in present else []), sites.initial, 1)
+    reason = strategy.history[0].report["skipped"][sites.names[BAD - 100]]
+    assert "unknown value \\x1b[2J" in reason
+    assert reason.isprintable()
+
+
+class MeanOfSome(Term):
+    """A user's term that divides by a sum, to which a client may add nothing, and counts the clients."""
+
+    def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
+        count = 0.0 if ctx.client.startswith("dark") else 5.0
+        return {}, {"total": torch.tensor([2 * count]), "count": torch.tensor([count]), "version": torch.ones(1)}
+
+    def absorb(self, before, aggregated, messages, shared, ctx):
+        if len({float(message["version"]) for message in messages}) > 1:
+            raise ValueError("clients have different versions")
+        if int(shared.get("clients", torch.zeros(1))) > ctx.clients:
+            raise ValueError("a client is gone")
+        total, count = (sum(float(message[name]) for message in messages) for name in ("total", "count"))
+        return aggregated, {"mean": torch.tensor([total / count]), "clients": torch.tensor([ctx.clients])}
+
+
+def test_messages_are_tried_together_and_one_by_one_only_if_that_fails():
+    strategy, bad = train_with(MeanOfSome())
+    assert [record.report["skipped"] for record in strategy.history] == [{}] * 3
+    assert any(name.startswith("dark") for name in strategy.history[0].weights)
+    assert strategy.state.terms[0].shared["mean"].item() == 2
+    for spoil in (set_message("version", np.array([7.0], np.float32)), set_message("count", np.zeros(2, np.float32))):
+        strategy, bad = train_with(MeanOfSome(), spoil)  # at odds with the others; unusable for itself
+        assert [list(record.report["skipped"]) for record in strategy.history] == [[bad]] * 3
+
+
+class Quantised(Scaffold):
+    """A user's term that sends something else than the built-in term it inherits from."""
+
+    def finish(self, ctx, local):
+        slot, message = super().finish(ctx, local)
+        return slot, {"change": (message["change"] * 1000).round().to(torch.int8)}
+
+    def absorb(self, before, aggregated, messages, shared, ctx):
+        messages = [{"change": message["change"].float() / 1000} for message in messages]
+        return super().absorb(before, aggregated, messages, shared, ctx)
+
+
+class Checked(Quantised):
+    def check_message(self, message, shared, layout):
+        assert message["change"].dtype == torch.int8
+
+
+def test_an_inherited_check_that_does_not_fit_is_named():
+    why = r"'mine' needs messages .*torch.int8.*; `.*:Quantised` inherits check_message from Scaffold: override it"
+    with pytest.raises(ValueError, match=why):
+        train_with(Quantised())
+    strategy, bad = train_with(Checked(), set_message("change", np.zeros(231, np.float32)), rounds=2)
+    assert [list(record.report["skipped"]) for record in strategy.history] == [[bad]] * 2
 
 
 @pytest.mark.parametrize("method", ["scaffold", "fedproto"])
@@ -412,9 +480,50 @@ def test_one_of_two_clients_that_changes_its_messages_is_left_out_alone(method):
     assert [len(record.weights) for record in strategy.history] == [2, 2, 1, 1, 1, 1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("present", "bad", "expected"),
+    [
+        ([{100}, {100}, {100, 101}, {100, 101}, {100, 101}], {101}, [1, 1, 1, 1, 1]),
+        ([{100}, {100}, {100, 101}, {100, 101}, {100, 101}], {100}, [1, 1, 1, 1, 1]),  # they cannot be told apart
+        ([{100, 101}, {100, 101, 102, 103}, {100, 101, 102, 103}, {100, 101}], {102, 103}, [2, 2, 2, 2]),
+        ([{100}, {101}, {100}, {100}], {101}, [1, 0, 1, 1]),
+        ([{101}, {100}, {102}, {100}, {101}], {101}, [1, 0, 1, 1, 0]),  # the bad one came first
+        ([{101}, {100}, {102}, {100, 101, 102, 103}], {101, 103}, [1, 0, 1, 2]),
+    ],
+)
+def test_newcomers_with_other_messages_cannot_stop_those_that_counted(present, bad, expected):
+    """As many newcomers as others leave the structure as it is that was used last."""
+    sites, junk = Sites(method="scaffold", rounds=len(present)), set_message("junk", np.ones(1, np.float32))
+    strategy = sites.strategy(fraction_evaluate=0.0, max_empty_rounds=None, min_available_nodes=1)
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        if node not in present[strategy.rounds.current.number - 1]:
+            return []
+        return junk(reply) if node in bad else [reply]
+
+    strategy.start(sites.grid(spoil), sites.initial, num_rounds=len(present))
+    assert [len(record.weights) for record in strategy.history] == expected
+
+
+@pytest.mark.slow
+def test_an_update_of_all_apps_may_change_the_messages():
+    """Each round asks two of five clients: until most have sent the new structure, it does not count."""
+    sites, more = Sites(method="scaffold", rounds=12), set_message("version", np.ones(1, np.float32))
+    strategy = sites.strategy(fraction_evaluate=0.0, fraction_train=0.4, max_empty_rounds=None)
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        return more(reply) if strategy.rounds.current.number > 5 else [reply]
+
+    strategy.start(sites.grid(spoil), sites.initial, num_rounds=12)
+    counted = [len(record.weights) for record in strategy.history]
+    assert counted[:6] == [2, 2, 2, 2, 2, 0]
+    assert counted[-5:] == [2, 2, 2, 2, 2]
+
+
 def test_a_bank_of_another_size_is_left_alone():
-    """One site alone in the first round may have filled it."""
-    sites = Sites(method="feddg", rounds=4)
+    """One site alone in the first round may have filled it, and then be gone."""
+    sites = Sites(method="feddg:window=0.2", rounds=4)
     strategy = sites.strategy(fraction_evaluate=0.0, min_available_nodes=1)
 
     def spoil(node: int, reply: Message) -> list[Message]:
@@ -422,11 +531,11 @@ def test_a_bank_of_another_size_is_left_alone():
             large = Array(np.full((8, 3, 9, 9), 0.5, np.float32))
             reply.content["fedheal.messages"]["0.amplitudes"] = large
             return [reply] if node == 100 else []
-        return [reply]
+        return [reply] if node != 100 else []
 
     strategy.start(sites.grid(spoil), sites.initial, num_rounds=4)
-    assert [len(record.weights) for record in strategy.history] == [1, 5, 5, 5]
-    assert strategy.state.terms[0].shared["bank"].shape[2:] != (9, 9)
+    assert [len(record.weights) for record in strategy.history] == [1, 4, 4, 4]
+    assert strategy.state.terms[0].shared["bank"].shape[2:] == (3, 3)
 
 
 @dataclass(frozen=True)

@@ -235,6 +235,19 @@ def test_a_diverged_update_costs_its_client_the_round_and_nobody_else(method, va
     assert strategy.history[2].weights[name] > 0
 
 
+@pytest.mark.parametrize("method", ["fedavg", "fedheal"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e15])
+def test_no_update_counts_if_most_clients_diverge(method, value):
+    """One client may have made the others diverge. It must not be the only one that is left."""
+    spoil = change_arrays(set_array("head.bias", Array(np.full(3, value, np.float32))))
+    strategy, _ = run_with_bad_replies(dict.fromkeys(range(101, 105), spoil), method)
+    skipped = strategy.history[1].report["skipped"]
+    assert len(skipped) == 5
+    assert any(why.startswith("the training of 4 of 5 clients has diverged") for why in skipped.values())
+    strategy, _ = run_with_bad_replies(dict.fromkeys((101, 102), spoil), method)
+    assert len(strategy.history[1].report["skipped"]) == 2
+
+
 def test_a_lone_reply_is_compared_with_the_model():
     """The other clients do not reply, so there is no median of theirs."""
     huge = change_arrays(set_array("head.bias", Array(np.full(3, 1e15, np.float32))))
@@ -313,6 +326,16 @@ def test_a_veteran_among_newcomers_is_not_far():
     layout = Layout.of(torch.nn.Linear(1, 1))
     model = layout.pack(torch.nn.Linear(1, 1).state_dict())
     assert find_far_extras(replies, layout, model, ("accuracy_without", "measured_rounds")) == {}
+
+
+def test_the_reason_of_a_client_that_is_far_in_two_metrics_is_the_same_in_every_process():
+    metrics = {"loss": 1.0, "reach": 1.0}
+    clients = {c: TrainReply(c, c, {}, 1, metrics, (), None) for c in "abc"}
+    clients["far"] = TrainReply("far", "far", {}, 1, {"loss": 1e9, "reach": 1e9}, (), None)
+    layout = Layout.of(torch.nn.Linear(1, 1))
+    model = layout.pack(torch.nn.Linear(1, 1).state_dict())
+    for needs in (("loss", "reach"), ("reach", "loss")):
+        assert "'reach'" in find_far_extras(clients, layout, model, needs)["far"]
 
 
 def test_a_number_as_max_norm_replaces_the_limit_of_diverged_training():

@@ -149,3 +149,11 @@ def test_spectra_that_cannot_be_used_are_refused(bad: Tensor, reason: str) -> No
     """A federation then skips the client."""
     with pytest.raises(ValueError, match=reason):
         absorb_spectra([{"amplitudes": GOOD}, {"amplitudes": bad}], {})
+
+
+def test_a_bank_of_images_of_another_size_is_not_mixed_with() -> None:
+    shared, slot = {"bank": torch.ones(4, 3, 9, 9)}, {"amplitudes": torch.ones(2, 3, 3, 3)}
+    term, start = FedDG(), make_packed(1.0)
+    ctx = make_term_context(term, start, shared=shared, slot=slot)
+    assert term.prepare(ctx, start) is start
+    assert "bank" not in ctx.scratch

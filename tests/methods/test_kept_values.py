@@ -150,6 +150,18 @@ def test_hooks_may_be_called_by_name() -> None:
     assert torch.equal(shared["x"], torch.ones(2))
 
 
+class ByName(Term):
+    """A user's term whose hooks take their arguments by name only."""
+
+    def absorb(self, before, aggregated, messages, *, shared, ctx):
+        return aggregated, shared
+
+
+def test_hooks_may_take_arguments_by_name_only() -> None:
+    model, shared = Packed(*(torch.zeros(2) for _ in range(3))), {"x": torch.ones(1)}
+    assert ByName().absorb(model, model, [], shared=shared, ctx=None) == (model, shared)
+
+
 @dataclass(frozen=True)
 class WithoutKind(State):
     rounds: int

@@ -334,6 +334,8 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
         ["samples_per_client = 'night scan': use a number", "as in 'mnist=5 usps=3'"],
     ),
     ({"clients_per_domain": "a=1 b"}, ["clients_per_domain = 'a=1 b': use a number of 1 or more"]),
+    ({"clients_per_domain": "a = 2 b = 3"}, ["clients_per_domain = 'a = 2 b = 3': use a number of 1 or more"]),
+    ({"clients_per_domain": "a=1 a=2"}, ["clients_per_domain = 'a=1 a=2': use a number of 1 or more"]),
     ({"clients_per_domain": "=3"}, ["clients_per_domain = '=3': use a number of 1 or more"]),
     ({"clients_per_domain": ","}, ["clients_per_domain = ',': use a number of 1 or more"]),
     ({"fraction": "a=2,b=0.1"}, ["fraction = 'a=2,b=0.1': use a fraction of at most 1", "'mnist=0.1 usps=0.2'"]),

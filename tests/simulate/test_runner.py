@@ -312,6 +312,12 @@ class Mixed(Loss, Term):
     pass
 
 
+class HoldsOut(Term):
+    """It changes what clients train with."""
+
+    validates = True
+
+
 def test_a_term_that_overrides_no_hook_is_warned_of():
     message = r"your term `.*:Misspelt` overrides no hook of Term, so it changes nothing \(did you mean 'loss'\?\)$"
     with pytest.warns(UserWarning, match=message) as warned:
@@ -319,7 +325,8 @@ def test_a_term_that_overrides_no_hook_is_warned_of():
     assert [warning.filename for warning in warned] == [__file__]  # which calls fedheal.run
     clipped = Term()
     clipped.clip = 1.0
-    fedheal.run(quick(method=Method((Mixed(), clipped), name="mixed"), rounds=1), progress=False)
+    method = Method((Mixed(), clipped, HoldsOut()), name="mixed")
+    fedheal.run(quick(method=method, rounds=1, validation=0.2), progress=False)
 
 
 def test_a_wrong_folder_or_callback_is_a_sentence():

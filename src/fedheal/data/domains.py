@@ -16,6 +16,8 @@ import torch
 
 __all__ = ["Domain", "Domains", "Split"]
 
+JOINERS = "\u200c\u200d"  # no width, but letters of Persian words and of emoji
+
 
 @dataclass(frozen=True)
 class Split:
@@ -146,7 +148,7 @@ def _check_name(name: object, where: str) -> None:
     """Raise ValueError unless a name is text that tables and file names can show."""
     if not isinstance(name, str):
         raise ValueError(f"{where} = {name!r} must be text, got {type(name).__name__}: give it as a string")
-    if not name.strip() or not all(c.isprintable() or unicodedata.category(c) == "Zs" for c in name):
+    if not name.strip() or not all(c.isprintable() or unicodedata.category(c) == "Zs" or c in JOINERS for c in name):
         raise ValueError(f"{where} = {name!r}: give a name that is not empty and has no control characters")
 
 

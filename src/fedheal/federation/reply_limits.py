@@ -91,10 +91,11 @@ def find_far_norms(norms: Mapping[str, float], factor: float = NORM_FACTOR) -> d
 def find_diverged(norms: Mapping[str, float], model: Tensor) -> dict[str, str]:
     """Return the clients whose training has diverged, by the norms of their updates, with the reason.
 
-    If that is more than half of them, what they were sent may be the cause, so the others are left out, too.
+    If that is more than half of them, what they were sent may be the cause, so the others are left out, too. An update that
+    is not finite has diverged as well: the aggregator names its client.
 
     Args:
-        norms: By client, the norm of its update.
+        norms: By client, the norm of its update, which may be infinite.
         model: The parameters that the clients were sent.
 
     >>> model = torch.full((64,), 10.0)
@@ -104,13 +105,12 @@ def find_diverged(norms: Mapping[str, float], model: Tensor) -> dict[str, str]:
     >>> find_diverged({"a": 1e-6, "b": 1e-6, "newcomer": 50.0}, model)
     {}
     """
-    ordered = sorted(norm for norm in norms.values() if not math.isnan(norm))
+    finite = {client: norm for client, norm in norms.items() if math.isfinite(norm)}
+    ordered = sorted(finite.values())
     smallest = SMALLEST_ENTRY * math.sqrt(model.numel())
-    medians = {client: _find_median_of_others(ordered, norm) for client, norm in norms.items()}
-    suspects = [c for c, norm in norms.items() if norm > DIVERGED_FACTOR * min(medians[c], smallest)]
-    if not suspects:
-        return {}  # without a pass over the model
-    model_norm = measure_norm(model)
+    medians = {client: _find_median_of_others(ordered, norm) for client, norm in finite.items()}
+    suspects = [c for c, norm in finite.items() if norm > DIVERGED_FACTOR * min(medians[c], smallest)]
+    model_norm = measure_norm(model) if suspects else 0.0  # without suspects the pass over the model is saved
     reference, reasons = max(model_norm, smallest), {}
     for client in suspects:
         norm, median = norms[client], medians[client]
@@ -120,16 +120,17 @@ def find_diverged(norms: Mapping[str, float], model: Tensor) -> dict[str, str]:
                 f"its training has diverged: its update has norm {norm:.4g}, {others}the model's norm {model_norm:.3g}; "
                 "max_norm sets another limit"
             )
-    if 2 * len(reasons) <= len(norms):
+    diverged = len(reasons) + len(norms) - len(finite)
+    if 2 * diverged <= len(norms):
         return reasons
-    most = f"the training of {len(reasons)} of {len(norms)} clients has diverged, which what they were sent may have caused"
-    return dict.fromkeys(norms, most) | reasons
+    most = f"the training of {diverged} of {len(norms)} clients has diverged, which what they were sent may have caused"
+    return dict.fromkeys(finite, most) | reasons
 
 
 def _find_median_of_others(ordered: Sequence[float], norm: float) -> float:
     """Return the upper median of sorted norms without this one; infinity if there are fewer than two others.
 
-    With the upper median, clients that hardly move cannot exclude the others unless they are the majority.
+    With the upper median, clients that hardly move cannot exclude the others unless they are at least half of all.
     """
     if len(ordered) < MIN_NORMS:
         return math.inf

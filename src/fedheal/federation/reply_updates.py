@@ -197,7 +197,10 @@ class ReplyUpdates(Updates):
 
     def find_diverged_rows(self) -> dict[int, str]:
         """Return the rows of clients whose training has diverged, with the reason."""
-        diverged = find_diverged(self.norms, self._model.params) if self._skips_diverged else {}
+        if not self._skips_diverged:
+            return {}
+        norms = {client: self.norms.get(client, math.inf) for client in self.clients}
+        diverged = find_diverged(norms, self._model.params)
         return {row: diverged[client] for row, client in enumerate(self.clients) if client in diverged}
 
     def average_rows(self, rows: Integers, weights: Floats) -> Tensor | None:

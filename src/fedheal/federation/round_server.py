@@ -16,6 +16,7 @@ from fedheal.core.layout import Layout, Packed
 from fedheal.core.parameter import Parameter
 from fedheal.core.state import RunState, TermState
 from fedheal.federation.cohort import Cohort, CohortBuilder, Sender
+from fedheal.federation.message_checks import SeenMessages
 from fedheal.federation.node_sampling import TooManyEmptyRounds
 from fedheal.federation.open_round import OpenRound
 from fedheal.federation.replies import EvaluateReply, RejectedReply, ReplyRequirements, TrainReply
@@ -149,12 +150,17 @@ class RoundServer(Generic[K, R, O]):
         """Begin a round."""
         self._round = current
 
-    def build_cohort(self, replies: Sequence[R], known_digests: Mapping[str, str] | None = None) -> Cohort:
+    def build_cohort(
+        self,
+        replies: Sequence[R],
+        seen: SeenMessages | None = None,
+        count_clients: Callable[[Collection[str]], int] = len,
+    ) -> Cohort:
         """Build the cohort from replies that nothing is known against yet; with fewer than `min_replies`, skip all.
 
-        Raise ValueError if the app, not a client, lacks what the method needs. `known_digests`: see `CohortBuilder`.
+        Raise ValueError if the app, not a client, lacks what the method needs. `seen`, `count_clients`: see `CohortBuilder`.
         """
-        cohort = self.builder.build(replies, self.state, known_digests or {})
+        cohort = self.builder.build(replies, self.state, seen, count_clients)
         # A silent or failing client might have had it, and one of many says nothing about the others.
         is_conclusive = len(replies) >= max(len(self.current.asked), min(2, self.current.num_connected))
         if cohort.missing_requirement and is_conclusive and not self.clients.accepted:

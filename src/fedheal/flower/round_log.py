@@ -21,7 +21,8 @@ class FederationState(KnownClients):
 
     federation: str = field(default_factory=lambda: secrets.token_hex(8))  # an id that clients save their state under
     tokens: dict[str, str] = field(default_factory=dict)  # of clients that keep a state; see `client_state`
-    message_digests: dict[str, str] = field(default_factory=dict)  # of the last messages of its local terms
+    message_digests: dict[str, str] = field(default_factory=dict)  # by client; see `SeenMessages`
+    used_digest: str = ""  # likewise
     nodes: dict[str, str] = field(default_factory=dict)  # node -> client: with node keys, ids outlive a run
     restarted: int = 0  # see `RoundInstructions`
 
@@ -67,12 +68,9 @@ class NodeRound(OpenRound):
         problems = {reply.client: reply.problem for reply in received if reply.problem is not None}
         self.record_step(cohort, outcome, problems, missing)
         self._record_lost_states(received, outcome, federation)
-        # A client that is left out now counts with the structure of its last messages that were used.
-        federation.message_digests |= {
-            client: digest
-            for client, digest in cohort.message_digests.items()
-            if client in outcome.absorbed or client not in federation.accepted
-        }
+        federation.message_digests |= cohort.message_digests
+        if outcome.absorbed and cohort.message_digests:
+            federation.used_digest = cohort.message_digests[outcome.absorbed[0]]
         federation.accepted |= dict.fromkeys(outcome.absorbed, self.number)
         federation.tokens |= {
             reply.client: reply.token for reply in received if reply.client in outcome.absorbed and reply.token

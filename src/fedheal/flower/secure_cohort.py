@@ -1,7 +1,7 @@
 """A round's cohort before its updates are summed: scalars and counters, and no update of any client."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from fedheal.core.layout import Packed
 from fedheal.core.state import RunState
 from fedheal.core.updates import Updates
 from fedheal.federation.cohort import Cohort, CohortBuilder
+from fedheal.federation.message_checks import SeenMessages
 from fedheal.federation.replies import MissingRequirement, RejectedReply, TrainReply
 from fedheal.federation.reply_limits import EXTRA_FACTOR, MAX_COUNTER, MAX_METRIC, find_counter_jump, find_diverged
 from fedheal.flower.messages import view_array
@@ -25,8 +26,14 @@ from fedheal.flower.secure_mod import BUFFER_NORM, COUNTERS, DISTANCE
 class ScalarCohortBuilder(CohortBuilder[ReceivedReply]):
     """Reads replies without a model: the rows of the cohort's matrix are zeros that take no memory."""
 
-    def build(self, received: Iterable[ReceivedReply], state: RunState, known_digests: Mapping[str, str]) -> Cohort:
-        """Build the cohort from the clients' scalars."""
+    def build(
+        self,
+        received: Iterable[ReceivedReply],
+        state: RunState,
+        seen: SeenMessages | None = None,
+        count_clients: Callable[[Collection[str]], int] = len,
+    ) -> Cohort:
+        """Build the cohort from the clients' scalars. There are no messages of local terms."""
         replies: dict[str, TrainReply] = {}
         counters: dict[str, NDArray[Any]] = {}
         skipped: dict[str, str] = {}

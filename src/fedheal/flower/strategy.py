@@ -9,6 +9,7 @@ which round is the last.
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from fedheal.core.parameter import Parameter
 from fedheal.core.rng import generator
 from fedheal.core.state import RunState
 from fedheal.federation.cohort import Cohort
+from fedheal.federation.message_checks import SeenMessages
 from fedheal.federation.node_sampling import NotEnoughNodes, sample_nodes, wait_for_nodes
 from fedheal.federation.replies import ReplyRequirements
 from fedheal.federation.round_history import RoundHistory
@@ -285,8 +287,7 @@ class FairStrategy(Strategy):
         received = self._identify(messages, current.requests, server_round, current.connected)
         current.clock.end_phase("train")
         cohort = self._build_cohort([reply for reply in received if reply.problem is None], current)
-        seen = {*self.federation.accepted, *cohort.replies}
-        num_clients = self.settings.clients or max(len(seen), len(current.connected), 1)
+        num_clients = self._count_clients(current, cohort.replies)
         lost = self.federation.find_lost_states(received)
         outcome = self.rounds.take_step(
             self._make_step(cohort), cohort, num_clients, self.federation.select_valid(lost)
@@ -443,7 +444,13 @@ class FairStrategy(Strategy):
         return received
 
     def _build_cohort(self, valid: list[ReceivedReply], current: NodeRound) -> Cohort:
-        return self.rounds.build_cohort(valid, self.federation.message_digests)
+        seen = SeenMessages(self.federation.message_digests, self.federation.used_digest)
+        return self.rounds.build_cohort(valid, seen, partial(self._count_clients, current))
+
+    def _count_clients(self, current: NodeRound, cohort: Iterable[str]) -> int:
+        """Return the number of the federation's clients, given those of a cohort."""
+        known = {*self.federation.accepted, *cohort}
+        return self.settings.clients or max(len(known), len(current.connected), 1)
 
     def _make_step(self, cohort: Cohort) -> ServerStep:
         step = self.rounds.make_step()

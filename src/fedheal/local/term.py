@@ -191,8 +191,11 @@ def _keep_arrays(part: str, arrays: Mapping[Any, Any], old: Arrays) -> dict[str,
     return {key: value if id(value) in unchanged else value.detach().clone() for key, value in arrays.items()}
 
 
-def _keep_returned(name: str, hook: str, returned: Any, args: Sequence[Any]) -> Any:
-    """Return what a hook of a user's term returned, with arrays that outlive the round as copies of their own."""
+def _keep_returned(name: str, hook: str, returned: Any, given: Mapping[str, Any]) -> Any:
+    """Return what a hook of a user's term returned, with arrays that outlive the round as copies of their own.
+
+    `given`: the arguments of the hook by the names that `Term` has for them.
+    """
     part = f"{name_part('term', name)}: {hook}"
     match hook:
         case "init":
@@ -201,15 +204,16 @@ def _keep_returned(name: str, hook: str, returned: Any, args: Sequence[Any]) -> 
             return _keep_arrays(part, returned, returned)
         case "finish":
             slot, message = returned
-            return _keep_arrays(part, slot, args[0].slot), _keep_arrays(part, message, {})
+            return _keep_arrays(part, slot, given["ctx"].slot), _keep_arrays(part, message, {})
         case "absorb":
             model, shared = returned
-            return model, _keep_arrays(part, shared, args[3])
+            return model, _keep_arrays(part, shared, given["shared"])
     return returned
 
 
 def _frame_hook(name: str, key: str, hook: Callable[..., Any]) -> Callable[..., Any]:
     """Return the hook of a user's own term; wrong values and exceptions are framed by the term's name."""
+    names = list(inspect.signature(getattr(Term, key)).parameters)[1:]
 
     @functools.wraps(hook)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -220,8 +224,7 @@ def _frame_hook(name: str, key: str, hook: Callable[..., Any]) -> Callable[..., 
                     _check_loss(name, returned)
                 elif key in RETURNS:
                     check_returned(f"{name_part('term', name)}: {key}", returned, *RETURNS[key])
-                    given = inspect.signature(hook).bind(self, *args, **kwargs).args[1:] if kwargs else args
-                    return _keep_returned(name, key, returned, given)
+                    return _keep_returned(name, key, returned, dict(zip(names, args, strict=False)) | kwargs)
             return returned
         except (torch.OutOfMemoryError, NotCapturableError, CustomPartError):  # for the engine
             raise
@@ -305,7 +308,7 @@ class Term:
         """Raise an exception if the server cannot use a client's message: the client is then left out of the round.
 
         A federation calls it for every message, with the shared values before the round. A user's term without it has its
-        `absorb` tried with every message instead.
+        `absorb` tried on copies instead. A term that sends other messages than the one it inherits from overrides it.
         """
 
     def absorb(

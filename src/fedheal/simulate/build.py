@@ -147,7 +147,7 @@ def warn_of_idle_terms(method: Method) -> None:
     for term in method.local:
         kinds = [kind for kind in type(term).mro() if kind not in (Term, object)]
         own = {name for holder in (term, *kinds) for name in vars(holder)}
-        if own.isdisjoint(hooks) and term.clip is None:
+        if own.isdisjoint(hooks) and term.clip is None and not term.validates:
             close = "".join(suggest(name, hooks) for name in sorted(own) if not name.startswith("_"))
             part = name_part("term", name_if_custom(type(term)))
             warnings.warn(f"{part} overrides no hook of Term, so it changes nothing{close}", UserWarning, stacklevel=4)

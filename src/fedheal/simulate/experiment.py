@@ -383,6 +383,8 @@ def parse_per_domain(field: str, value: Any, kind: type) -> Any:
         words = [word for piece in value.split(",") for word in PER_DOMAIN_WORD.findall(piece)]
         pairs = [word.rpartition("=") for word in words]
         value = {name.strip(): parse_override(f"x={number}")[1] for name, _, number in pairs}
+        if len(value) < len(pairs) or any(re.search(r"\s=|=\s", name) for name in value):
+            value = given  # a domain twice, or `a = 2 b = 3`, which has no comma
     for name, number in value.items() if isinstance(value, dict) else [(field, value)]:
         is_number = isinstance(number, int) if kind is int else isinstance(number, (int, float))
         is_allowed = is_number and not isinstance(number, bool) and 0 < number <= (2**62 if kind is int else 1)
