@@ -15,7 +15,12 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 
 from fedheal import Layout, aggregate
-from fedheal.federation.extra_checks import check_extras, find_far_extras, find_far_metrics
+from fedheal.federation.extra_checks import (
+    check_extras,
+    find_far_extras,
+    find_far_metrics,
+    measure_buffer_moves,
+)
 from fedheal.federation.replies import RejectedReply, TrainReply
 from fedheal.federation.reply_limits import MAX_NAME, find_far_norms
 from fedheal.flower import FairStrategy, FedHEAL, client
@@ -25,6 +30,7 @@ from fedheal.runs import folder as records
 from flower.local_grid import LocalGrid
 from flower.sites import Sites
 from flower.test_bad_replies import (
+    ABSENT,
     BAD,
     change_arrays,
     run_with_bad_replies,
@@ -273,7 +279,7 @@ def test_an_update_that_cannot_be_used_does_not_count_as_a_reply(method, value):
     ("method", "metric", "value", "words"),
     [
         ("afl", "loss", 1e9, r"the metric 'loss' = 1e\+09, far above the median of this round"),
-        ("qffl", "reach", 1e-12, "the metric 'reach' = 1e-12, far below the median of this round"),
+        ("qffl", "reach", 1e-5, "the metric 'reach' = 1e-05, far below the median of this round"),
         ("fedheal:per_step=true", "reach", 1e9, r"the metric 'reach' = 1e\+09, far above the median of this round"),
     ],
 )
@@ -285,7 +291,7 @@ def test_metrics_far_from_the_others_are_warned_of_and_left_out_if_asked(method,
     assert torch.equal(bounded.state.model.params, run_without_reply(method)[0])
 
 
-@pytest.mark.parametrize("value", [1e-165, 1e-320])
+@pytest.mark.parametrize("value", [1e-12, 1e-165, 1e-320])
 @pytest.mark.parametrize("max_norm", [None, "auto"])
 @pytest.mark.parametrize("method", ["qffl", "fedheal:per_step=true", "fedheal:per_step=true,variant=released"])
 def test_a_metric_that_cannot_be_divided_by_costs_its_client_the_round(method, max_norm, value):
@@ -325,17 +331,16 @@ def test_a_veteran_among_newcomers_is_not_far():
     replies = {client: reply(client, rounds) for client, rounds in (("a", 0.0), ("b", 1.0), ("c", 5000.0))}
     layout = Layout.of(torch.nn.Linear(1, 1))
     model = layout.pack(torch.nn.Linear(1, 1).state_dict())
-    assert find_far_extras(replies, layout, model, ("accuracy_without", "measured_rounds")) == {}
+    moved = measure_buffer_moves(replies, layout, model)
+    assert find_far_extras(replies, moved, ("accuracy_without", "measured_rounds")) == {}
 
 
 def test_the_reason_of_a_client_that_is_far_in_two_metrics_is_the_same_in_every_process():
     metrics = {"loss": 1.0, "reach": 1.0}
     clients = {c: TrainReply(c, c, {}, 1, metrics, (), None) for c in "abc"}
     clients["far"] = TrainReply("far", "far", {}, 1, {"loss": 1e9, "reach": 1e9}, (), None)
-    layout = Layout.of(torch.nn.Linear(1, 1))
-    model = layout.pack(torch.nn.Linear(1, 1).state_dict())
     for needs in (("loss", "reach"), ("reach", "loss")):
-        assert "'reach'" in find_far_extras(clients, layout, model, needs)["far"]
+        assert "'reach'" in find_far_extras(clients, dict.fromkeys(clients, 0.0), needs)["far"]
 
 
 def test_a_number_as_max_norm_replaces_the_limit_of_diverged_training():
@@ -395,7 +400,7 @@ def test_a_client_that_sends_no_accuracy_although_others_do_is_named():
 
 
 FAR_EXTRAS = {
-    "buffers": ("fedheal", change_arrays(fill_array("body.1.running_mean", 1e7))),
+    "buffers": ("fedheal", change_arrays(fill_array("body.1.running_mean", 700))),
     "messages": ("scaffold", change_messages(9e5)),
 }
 
@@ -413,6 +418,27 @@ def test_buffers_and_messages_far_above_the_median_are_warned_of_and_left_out_if
         f"it sends {kind} with norm .* times the median of this round, and max_norm is 'auto'", skipped[name]
     )
     assert torch.equal(bounded.state.model.params, run_without_reply(method)[0])
+
+
+@pytest.mark.parametrize("others", [4, 1])
+@pytest.mark.parametrize("name", ["body.1.running_mean", "body.1.running_var"])
+@pytest.mark.parametrize("value", [1e7, 1e15])
+def test_buffers_that_would_spoil_those_of_all_cost_their_client_the_round(name, value, others):
+    absent = (100, 101, 103)[: 4 - others]  # with one other client there is no majority
+    spoils = {**dict.fromkeys(absent, ABSENT), BAD: change_arrays(fill_array(name, value))}
+    strategy, bad = run_with_bad_replies(spoils)
+    assert strategy.history[1].report["skipped"][bad].startswith("its buffers moved by ")
+    assert len(strategy.history[1].weights) == others
+    assert torch.equal(strategy.state.model.buffers, run_without_reply(nodes=(*absent, BAD))[1])
+
+
+def test_a_number_of_examples_far_above_the_others_is_warned_of_and_left_out_if_asked():
+    spoil = set_metric("num-examples", 1e8)
+    warned, name = run_with_bad_replies(spoil, "fedavg")
+    assert warned.history[1].report["far_norms"] == {name: "1e+08 examples, far above the median of this round"}
+    bounded, _ = run_with_bad_replies(spoil, "fedavg", max_norm="auto")
+    assert "it sends 1e+08 examples, far above" in bounded.history[1].report["skipped"][name]
+    assert torch.equal(bounded.state.model.params, run_without_reply("fedavg")[0])
 
 
 def test_a_huge_running_mean_does_not_end_a_run_with_total_variance():

@@ -8,9 +8,10 @@ import re
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Error, Message
+from flwr.app import Array, ConfigRecord, Error, Message
 from flwr.clientapp import ClientApp
 
 from fedheal.flower import FairStrategy, NotEnoughNodes, TooManyEmptyRounds
@@ -190,6 +191,22 @@ def test_rounds_without_a_usable_reply_end_the_run_and_leave_no_model(tmp_path):
     again.start(sites.grid(fault), sites.initial, num_rounds=7)
     assert torch.isfinite(again.state.model.params).all()
     assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_who_was_far_from_the_others_before_is_named():
+    """A message of one client may make all others diverge."""
+    sites = Sites(method="scaffold", rounds=9)
+    strategy = sites.strategy(fraction_evaluate=0.0)
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        if strategy.rounds.current.number == 2 and node == 102:
+            change = reply.content["fedheal.messages"]["0.change"].numpy()
+            reply.content["fedheal.messages"]["0.change"] = Array(np.full_like(change, 9e5))
+        return [reply]
+
+    why = rf"diverged.*; in round 2, the last that counted, '{sites.names[2]}' had messages with norm .*: fix the cause"
+    with pytest.raises(TooManyEmptyRounds, match=why):
+        strategy.start(sites.grid(spoil), sites.initial, num_rounds=9)
 
 
 @pytest.mark.parametrize(("limit", "rounds"), [(1, 1), (2, 4), (None, 6)])

@@ -7,7 +7,12 @@ from typing import Generic, Protocol, Self, TypeVar
 from fedheal.core.layout import Layout
 from fedheal.core.state import RunState
 from fedheal.core.updates import Updates
-from fedheal.federation.extra_checks import check_extras, find_far_extras
+from fedheal.federation.extra_checks import (
+    check_extras,
+    find_far_extras,
+    find_unusable_extras,
+    measure_buffer_moves,
+)
 from fedheal.federation.message_checks import MessageChecker, SeenMessages, digest_messages, find_unusual
 from fedheal.federation.replies import AUTO, MissingRequirement, RejectedReply, ReplyRequirements, TrainReply
 from fedheal.federation.reply_limits import find_far_norms
@@ -101,10 +106,14 @@ class CohortBuilder(Generic[R]):
             )
             missing += needed
         missing_requirement = missing[0] if missing and not replies else None
-        replies = dict(sorted(replies.items()))
+        moved = measure_buffer_moves(replies, self.layout, state.model)
+        unusable = find_unusable_extras(replies, moved, state.model, self.requirements.needs)
+        skipped |= unusable
+        replies = {client: reply for client, reply in sorted(replies.items()) if client not in unusable}
         skips_diverged = self.requirements.skips_diverged
         updates = all_updates = ReplyUpdates(replies, state.model, self._writer, skips_diverged)
-        far_extras = find_far_extras(replies, self.layout, state.model, self.requirements.needs)
+        moved = {client: moved[client] for client in replies}
+        far_extras = find_far_extras(replies, moved, self.requirements.needs)
         too_long = self._find_too_long(all_updates.norms) if self.requirements.max_norm is not None else {}
         if self.requirements.max_norm == AUTO:
             too_long = {c: f"it sends {far}, and max_norm is '{AUTO}'" for c, far in far_extras.items()} | too_long

@@ -12,11 +12,19 @@ from fedheal.aggregate.validate import POSITIVE
 from fedheal.core.layout import VARIANCE, Entry, Layout, Packed
 from fedheal.federation.model_arrays import widen_bfloat16
 from fedheal.federation.replies import RejectedReply, TrainReply
-from fedheal.federation.reply_limits import EXTRA_FACTOR, MAX_BUFFER, find_counter_jump, find_far_norms, measure_norm
+from fedheal.federation.reply_limits import (
+    EXTRA_FACTOR,
+    MAX_BUFFER,
+    find_counter_jump,
+    find_far_buffers,
+    find_far_norms,
+    measure_norm,
+)
 from fedheal.federation.reply_updates import view_flat
 from fedheal.local.term import Arrays
 
 COUNTS = frozenset({"measured_rounds"})  # these metrics differ by far between veterans and newcomers
+DIVISOR_FACTOR = 1e6  # below the median: no client trains so much less, and a step is divided by it
 
 
 def check_extras(reply: TrainReply, layout: Layout, model: Packed) -> None:
@@ -60,17 +68,8 @@ def _find_bad_buffer(entry: Entry, values: NDArray[Any], sent: NDArray[Any]) -> 
     return f"its '{entry.name}' holds {beyond.max():g}, beyond {MAX_BUFFER:g}" if beyond.size else None
 
 
-def find_far_extras(
-    replies: Mapping[str, TrainReply], layout: Layout, model: Packed, needs: Sequence[str] = ()
-) -> dict[str, str]:
-    """Return the clients with buffers, messages or needed metrics far beyond the cohort's median, with the reason.
-
-    Args:
-        replies: The replies of the round.
-        layout: The model's layout.
-        model: The model that the clients were sent.
-        needs: The metrics that the method needs.
-    """
+def measure_buffer_moves(replies: Mapping[str, TrainReply], layout: Layout, model: Packed) -> dict[str, float]:
+    """Return by client how far its buffers moved from those of the model that it was sent, as a norm."""
     buffers = widen_bfloat16(model.buffers).numpy()
     entries = [entry for entry in layout.entries if entry.kind == "buffer"]
 
@@ -79,10 +78,46 @@ def find_far_extras(
         with np.errstate(over="ignore", invalid="ignore"):  # the aggregator names buffers that are not finite
             return math.hypot(*(float(np.linalg.norm(move)) for move in moves))
 
-    moved = {client: measure_move(reply) for client, reply in replies.items()}
+    return {client: measure_move(reply) for client, reply in replies.items()}
+
+
+def find_unusable_extras(
+    replies: Mapping[str, TrainReply], moved: Mapping[str, float], model: Packed, needs: Sequence[str] = ()
+) -> dict[str, str]:
+    """Return the clients whose buffers or needed metrics would make the model useless for all, with the reason.
+
+    Args:
+        replies: The replies of the round.
+        moved: By client, how far its buffers moved.
+        model: The model that the clients were sent.
+        needs: The metrics that the method needs.
+    """
+    finite = {client: norm for client, norm in moved.items() if math.isfinite(norm)}  # the aggregator names the others
+    unusable = find_far_buffers(finite, measure_norm(model.buffers))
+    for name in sorted(POSITIVE.intersection(needs)):
+        values = {c: reply.metrics[name] for c, reply in replies.items() if reply.metrics.get(name, 0.0) > 0}
+        tiny = find_far_norms({client: 1 / value for client, value in values.items()}, DIVISOR_FACTOR)
+        than = f"less than the median of this round by a factor of more than {DIVISOR_FACTOR:g}"
+        unusable |= {client: f"its metric '{name}' = {values[client]:g} is {than}" for client in tiny}
+    return unusable
+
+
+def find_far_extras(
+    replies: Mapping[str, TrainReply], moved: Mapping[str, float], needs: Sequence[str] = ()
+) -> dict[str, str]:
+    """Return the clients with buffers, messages, examples or metrics far beyond the cohort's median, with the reason.
+
+    Args:
+        replies: The replies of the round.
+        moved: By client, how far its buffers moved.
+        needs: The metrics that the method needs.
+    """
     sent = {client: _measure_messages(reply.messages) for client, reply in replies.items()}
     far = {client: f"buffers with {why}" for client, why in find_far_norms(moved, EXTRA_FACTOR).items()}
     far |= {client: f"messages with {why}" for client, why in find_far_norms(sent, EXTRA_FACTOR).items()}
+    examples = {client: float(reply.num_examples) for client, reply in replies.items()}
+    for client in find_far_norms(examples, EXTRA_FACTOR):
+        far[client] = f"{examples[client]:g} examples, far above the median of this round"
     for name in sorted(set(needs) - COUNTS):
         far |= find_far_metrics(name, {c: reply.metrics[name] for c, reply in replies.items() if name in reply.metrics})
     return far

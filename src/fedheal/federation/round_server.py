@@ -21,7 +21,7 @@ from fedheal.federation.node_sampling import TooManyEmptyRounds
 from fedheal.federation.open_round import OpenRound
 from fedheal.federation.replies import EvaluateReply, RejectedReply, ReplyRequirements, TrainReply
 from fedheal.federation.round_history import RoundHistory
-from fedheal.federation.round_summary import describe_causes, describe_round
+from fedheal.federation.round_summary import describe_causes, describe_last_outliers, describe_round
 from fedheal.federation.run_folder import KnownClients, RunFolder
 from fedheal.local.term import Term
 from fedheal.methods.server_step import ClientTerms, ServerStep, StepOutcome, apply_server_step
@@ -244,7 +244,8 @@ class RoundServer(Generic[K, R, O]):
         if ending is not None:
             self.release()
             remedy = "fix the cause and resume, or set max_empty_rounds=None"
-            raise TooManyEmptyRounds(f"{ending}; {describe_causes(record)}: {remedy}")
+            causes = describe_causes(record) + describe_last_outliers(self.history)
+            raise TooManyEmptyRounds(f"{ending}; {causes}: {remedy}")
 
     def _find_ending(self) -> str | None:
         """Return why the run ends here, or None. One bad client that is drawn again and again does not end it."""

@@ -42,3 +42,13 @@ def describe_causes(record: RoundRecord) -> str:
     causes += [f"'{client}' was skipped ({reason})" for client, reason in list(skipped.items())[:2]]
     causes += [f"no reply from {', '.join(missing[:5])}"] if missing else []
     return f"in the last one {'; '.join(causes) or 'no reply counted'}"
+
+
+def describe_last_outliers(history: Sequence[RoundRecord]) -> str:
+    """Name the outliers of the last round that counted, which may be why no later one does. Return "" if there are none."""
+    last = next((record for record in reversed(history) if any(record.weights.values())), None)
+    far = {} if last is None else last.report.get("far_norms", {})
+    if last is None or not far:
+        return ""
+    named = "; ".join(f"'{client}' had {why}" for client, why in list(far.items())[:2])
+    return f"; in round {last.round}, the last that counted, {named}"
