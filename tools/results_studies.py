@@ -14,7 +14,7 @@ from fedheal.simulate.experiment import Experiment
 from results_confirmation import CHOSEN, WITH_ADAM
 from results_confirmation import FOLDER as CONFIRMATION
 from results_confirmation import SEEDS as CONFIRMATION_SEEDS
-from results_data import read_runs
+from results_data import Run, read_runs
 from results_page import (
     TEST_COLUMNS,
     format_list,
@@ -117,15 +117,19 @@ STUDIES = (
         {"clients_per_domain": 1, "rounds": 10, "epochs": 1, "lr": 0.005},
         folder="local-methods",
     ),
-    Study(
-        "longer-steps",
-        "FedAvg and FedHEAL with longer steps on embedded",
-        "The short runs again at lr = 0.01, for FedDG, whose loss is a sum of two cross-entropies.",
-        _list_methods("fedavg", "fedavg+fedheal"),
-        "fedavg",
-        range(10),
-        {"clients_per_domain": 1, "rounds": 10, "epochs": 1, "lr": 0.01},
-        folder="longer-steps",
+    *(
+        Study(
+            f"rate-{rate}",
+            f"FedAvg, FedHEAL and FedDG at lr = {rate} on embedded",
+            "The short runs again at another learning rate. FedDG's loss is a sum of two cross-entropies, so at one rate it "
+            "takes longer steps than the others.",
+            _list_methods("fedavg", "fedavg+fedheal", "feddg"),
+            "fedavg",
+            range(10),
+            {"clients_per_domain": 1, "rounds": 10, "epochs": 1, "lr": rate},
+            folder=f"rate-{rate}",
+        )
+        for rate in (0.01, 0.02, 0.04)
     ),
     Study(
         "server-optimisers",
@@ -169,6 +173,14 @@ def write_studies(results: Path) -> list[str]:
     return [part for study in STUDIES for part in write_study(study, results)]
 
 
+def _describe_means(runs: Sequence[Run]) -> str:
+    """Say which rounds an accuracy is the mean of."""
+    numbers = sorted({int(run.summary["averaged"]) for run in runs})
+    if numbers == [1]:
+        return "Accuracy is that of the last round alone."
+    return f"Accuracy is the mean of the last {' or '.join(map(str, numbers))} rounds that were evaluated."
+
+
 def write_study(study: Study, results: Path) -> list[str]:
     """Return the section of a study, or nothing without runs."""
     folders = [results / name / DATA for name in (study.folder, *study.other_folders)]
@@ -179,7 +191,8 @@ def write_study(study: Study, results: Path) -> list[str]:
         return []
     groups = group_by_label(runs)
     difference, _ = subtract_row(runs, study.control, DATA)
-    parts = [f"## {study.title}", study.text, tabulate_means(runs), *([difference] if difference else [])]
+    text = f"{study.text} {_describe_means(runs)}"
+    parts = [f"## {study.title}", text, tabulate_means(runs), *([difference] if difference else [])]
     tested = {label: group for label, group in groups.items() if label in study.tested or not study.tested}
     if study.control in tested and len(tested) > 1:
         tests, notes = tabulate_tests(tested, study.control)

@@ -115,19 +115,32 @@ def test_pictures_have_the_methods_in_their_order(studies, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "guide", "heading"),
+    ("name", "guide", "heading"),
     [
-        (0, "findings", "## The embedded digits\n"),
-        (2, "findings", "## FedDG, FedSAM, FedLESAM and FedISM\n"),
-        (4, "findings", "## Server optimisers\n"),
-        (5, "methods", "### `fcclplus`\n"),
+        ("embedded", "findings", "## The embedded digits\n"),
+        ("local-methods", "findings", "## FedDG, FedSAM, FedLESAM and FedISM\n"),
+        ("server-optimisers", "findings", "## Server optimisers\n"),
+        ("public-images", "methods", "### `fcclplus`\n"),
     ],
 )
-def test_the_tables_of_the_guides_are_those_of_the_results(studies, number, guide, heading):
-    title, level = f"## {studies.STUDIES[number].title}\n", heading.split()[0]
+def test_the_tables_of_the_guides_are_those_of_the_results(studies, name, guide, heading):
+    study = next(study for study in studies.STUDIES if study.name == name)
+    title, level = f"## {study.title}\n", heading.split()[0]
     page, text = ((ROOT / name).read_text(encoding="utf-8") for name in ("results/README.md", f"docs/{guide}.md"))
     written = page.partition(title)[2].partition("\n## ")[0].splitlines()
     section = text.partition(heading)[2].partition(f"\n{level} ")[0].splitlines()
     rows = [line for line in section if " ± " in line]
-    assert len(rows) >= len(studies.STUDIES[number].rows)
+    assert len(rows) >= len(study.rows)
     assert [row for row in rows if row not in written] == []
+
+
+def test_the_guides_table_of_learning_rates_is_that_of_the_results(studies):
+    page, text = ((ROOT / name).read_text(encoding="utf-8") for name in ("results/README.md", "docs/findings.md"))
+    head, _, *rows = text.partition("| AVG with `lr` = ")[2].partition("\n\n")[0].splitlines()
+    rates = [cell.strip() for cell in head.strip(" |").split("|")]
+    titles = {study.settings.get("lr"): study.title for study in studies.STUDIES}
+    for row, method in zip(rows, ("fedavg", "fedavg+fedheal", "feddg"), strict=True):
+        for rate, mean in zip(rates, row.strip(" |").split(" | ")[1:], strict=True):
+            section = page.partition(f"## {titles[float(rate)]}\n")[2].partition("\n## ")[0]
+            (cells,) = (line.split(" | ") for line in section.splitlines() if f"| `{method}` |" in line)
+            assert cells[6].split(" ± ")[0] == mean, (method, rate)
