@@ -24,7 +24,7 @@ class RoundSettings(ServerSettings):
     """How rounds are run and recorded; see `FairStrategy`."""
 
     placement: str
-    tau: float
+    tau: float | None  # afterwards None unless the clients mask
     roll_call: bool
     evaluate_every: int
     clients: int | None
@@ -39,7 +39,7 @@ class RoundSettings(ServerSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_among("placement", self.placement, PLACEMENTS)
-        TAU.check(self.tau)
+        object.__setattr__(self, "tau", resolve_tau(self.tau, self.clients_mask))
         check_switch("roll_call", self.roll_call)
         for name in ("fraction_train", "fraction_evaluate"):
             check_share(name, getattr(self, name))
@@ -54,6 +54,18 @@ class RoundSettings(ServerSettings):
     @property
     def clients_mask(self) -> bool:
         return self.placement == "client"
+
+
+def resolve_tau(tau: float | None, clients_mask: bool) -> float | None:
+    """Return the clients' threshold, None if they do not mask. Raise ValueError if a given one would have no effect."""
+    if tau is not None:
+        TAU.check(tau)
+    if clients_mask:
+        return TAU.default if tau is None else tau
+    if tau is not None:
+        remedy = f"name it with a method that has it, as in FairStrategy('fedheal:tau={tau}'), or leave it out"
+        raise ValueError(f"tau = {tau!r} has no effect, since only placement = 'client' uses it: {remedy}")
+    return None
 
 
 def resolve_method(method: Aggregator | Method | str, name: str | None, clients_mask: bool) -> Method:

@@ -20,7 +20,6 @@ from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
 
 from fedheal.aggregate import Aggregator
-from fedheal.aggregate.fedheal_stages import TAU
 from fedheal.aggregate.server_optimizer import Server
 from fedheal.core.checks import check_count
 from fedheal.core.layout import Layout
@@ -85,7 +84,8 @@ class FairStrategy(Strategy):
         max_reply_bytes: The most bytes of arrays in a reply; by default derived from the model's size.
         budget: Bytes of updates held in memory; more goes to a temporary file.
         server: The server optimiser, such as `Server("adam")`; by default that of the method, as in "fedheal+fedadam".
-        placement, tau: "client" if clients mask with threshold `tau` (see `FedHEAL`) and `method` only gives weights.
+        placement, tau: "client" if clients mask with threshold `tau` (0.3 by default; see `FedHEAL`) and `method` only
+            gives weights. A method's own tau is in its name.
         weighted_by_key, arrayrecord_key, configrecord_key: As in Flower.
         train_metrics_aggr_fn, evaluate_metrics_aggr_fn: As in Flower, for replies that count; by default means by examples.
 
@@ -103,7 +103,7 @@ class FairStrategy(Strategy):
         evaluate_every: int = 1, clients: int | None = None,
         max_examples: float = 1e9, max_norm: float | str | None = None, max_reply_bytes: int | None = None,
         budget: int | None = None,
-        server: Server | None = None, placement: str = "server", tau: float = TAU.default,
+        server: Server | None = None, placement: str = "server", tau: float | None = None,
         weighted_by_key: str = "num-examples", arrayrecord_key: str = "arrays", configrecord_key: str = "config",
         train_metrics_aggr_fn: MetricsAggregation | None = None,
         evaluate_metrics_aggr_fn: MetricsAggregation | None = None,
@@ -411,9 +411,8 @@ class FairStrategy(Strategy):
         self, nodes: Iterable[int], records: dict[str, Any], config: ConfigRecord, number: int, kind: str
     ) -> list[Message]:
         needs, federation = self.requirements.needs, self.federation.federation
-        tau = self.settings.tau if self.settings.clients_mask else None
         instructions = RoundInstructions(
-            number, self._num_rounds, needs, federation, tau, restarted=self.federation.restarted
+            number, self._num_rounds, needs, federation, self.settings.tau, restarted=self.federation.restarted
         )
         accepted, messages = self.federation.accepted, []
         # A node without a name may be any client that keeps a state. Without its token it learns nothing about the others.
@@ -481,8 +480,7 @@ class FairStrategy(Strategy):
         """Return what `federation.toml` holds."""
         values = {"method": self.name, "algorithm": self.method.full_name, "rounds": self._num_rounds}
         values |= asdict(self.settings) | asdict(self.requirements) | {"server": asdict(self.server)}
-        hidden = ("placement",) if self.settings.clients_mask else ("placement", "tau")
-        return {key: value for key, value in values.items() if value is not None and key not in hidden}
+        return {key: value for key, value in values.items() if value is not None and key != "placement"}
 
 
 def _find_silent(requests: OpenRequests, received: Sequence[ReceivedReply]) -> list[str]:
