@@ -14,6 +14,7 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 
+from fedheal.flower import FedHEAL
 from flower.sites import Sites
 
 BAD = 102  # the node that misbehaves in round 2
@@ -368,6 +369,34 @@ def test_a_non_finite_initial_model_is_rejected_before_training():
     sites = Sites(rounds=1)
     grid = sites.grid()
     bad = ArrayRecord({**sites.initial, "head.bias": Array(np.full(3, math.nan, np.float32))})
-    with pytest.raises(ValueError, match="holds NaN or infinity: start from a finite one"):
+    message = "the initial model holds NaN or infinity in 'head.bias': start from a finite one"
+    with pytest.raises(ValueError, match=f"^{message}$"):
         sites.strategy().start(grid, bad, num_rounds=1)
     assert grid.asked == []
+
+
+@pytest.mark.parametrize("gives_module", [True, False])
+def test_a_constant_with_infinity_can_stay_out_of_the_model(gives_module):
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
+    strategy = FedHEAL(model=module if gives_module else None)
+    advice = (
+        "start from a finite one, and keep a constant such as an attention mask out of it: register_buffer(..., pers"
+    )
+    message = f"the initial model holds NaN or infinity in 'mask': {advice}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        strategy.begin(ArrayRecord(module.state_dict()))
+    module.register_buffer("mask", module.mask, persistent=False)
+    FedHEAL(model=module if gives_module else None).begin(ArrayRecord(module.state_dict()))
+
+
+def test_a_model_that_became_non_finite_between_rounds_is_rejected_by_name():
+    """A wrapper may change the model that the last round gave."""
+    module = torch.nn.Linear(2, 2)
+    strategy = FedHEAL()
+    strategy.begin(ArrayRecord(module.state_dict()))
+    module.weight.data[0, 1] = math.nan
+    with pytest.raises(
+        ValueError, match=r"^the model to continue from holds NaN or infinity in 'weight': start from a fi"
+    ):
+        strategy._set_model(ArrayRecord(module.state_dict()))

@@ -12,6 +12,7 @@ from fedheal.aggregate import Aggregator
 from fedheal.aggregate.reduce import is_finite
 from fedheal.aggregate.server_optimizer import Server
 from fedheal.core.checks import check_count
+from fedheal.core.errors import shorten_list
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.parameter import Parameter
 from fedheal.core.state import RunState, TermState
@@ -109,7 +110,7 @@ class RoundServer(Generic[K, R, O]):
 
     def begin(self, layout: Layout, model: Packed, described: Mapping[str, Any]) -> None:
         """Start from the folder's newest checkpoint, or else from this model. `described`: the settings for the folder."""
-        _check_finite(model)
+        _check_finite("the initial model", model, layout)
         self.builder = CohortBuilder(
             layout, self.requirements, self.read, self.terms, self.settings.budget, self.num_rounds
         )
@@ -143,7 +144,7 @@ class RoundServer(Generic[K, R, O]):
 
     def set_model(self, model: Packed) -> None:
         """Continue from another model than the last round's."""
-        _check_finite(model)
+        _check_finite("the model to continue from", model, self.layout)
         self._state = replace(self.state, model=model)
 
     def open_round(self, current: O) -> None:
@@ -288,6 +289,16 @@ def _explain_no_accuracy(history: Iterable[RoundRecord]) -> str:
     return f"no usable 'accuracy' came ({counts}; see not_evaluated in rounds.jsonl)"
 
 
-def _check_finite(model: Packed) -> None:
-    if not is_finite(model.params, model.buffers):
-        raise ValueError("the model to continue from holds NaN or infinity: start from a finite one")
+def _check_finite(which: str, model: Packed, layout: Layout) -> None:
+    """Raise ValueError that names the tensors which are not finite, and says how to keep a constant out of the model."""
+    if is_finite(model.params, model.buffers):
+        return
+    vectors = {"param": model.params, "buffer": model.buffers}
+    slices = [(e, vectors[e.kind][e.start : e.stop]) for e in layout.entries if e.kind in vectors]
+    bad = [(entry, values) for entry, values in slices if not is_finite(values)]
+    names = shorten_list([f"'{entry.name}'" for entry, _ in bad])
+    remedy = "start from a finite one"
+    # Without the module most buffers look like parameters; a parameter that diverged usually holds NaN.
+    if any(entry.kind == "buffer" or not values.isnan().any() for entry, values in bad):
+        remedy += ", and keep a constant such as an attention mask out of it: register_buffer(..., persistent=False)"
+    raise ValueError(f"{which} holds NaN or infinity in {names}: {remedy}")
