@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import re
 import tomllib
 from pathlib import Path
 
@@ -143,6 +145,19 @@ def test_an_unusable_folder_is_rejected_before_training(tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             sites.strategy(folder=tmp_path / folder).start(grid, sites.initial, num_rounds=1)
+    assert grid.asked == []
+
+
+def test_an_existing_folder_on_a_read_only_disk_is_rejected_by_name(tmp_path, monkeypatch):
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    sites = Sites(rounds=1)
+    grid = sites.grid()
+    words = f"{tmp_path} cannot be written (Read-only file system): restore access, or name another folder"
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+        sites.strategy(folder=tmp_path).start(grid, sites.initial, num_rounds=1)
     assert grid.asked == []
 
 

@@ -53,7 +53,8 @@ _locks: dict[Path, BaseFileLock] = {}  # held by this process
 
 def check_folder_settings(folder: object, resume: bool) -> None:
     """Raise ValueError if the folder is no path, or if there is none to resume from."""
-    if not isinstance(folder, str | PathLike | None):
+    is_path = isinstance(folder, str | PathLike) and str(folder) and "\0" not in str(folder)
+    if folder is not None and not is_path:
         raise ValueError(f"folder = {folder!r}: use a path such as 'runs/hospitals', or leave it out")
     check_switch("resume", resume)
     if resume and folder is None:
@@ -127,7 +128,11 @@ class RunFolder(Generic[K]):
             self._check_settings(toml)
         self.is_resumed = is_used
         self.release()  # an earlier lock of this process is replaced
-        _locks[self.path.resolve()] = acquire_lock(self.path)  # against a ServerApp that was thought dead, for example
+        try:  # against a ServerApp that was thought dead, for example
+            _locks[self.path.resolve()] = acquire_lock(self.path)
+        except OSError as error:  # the disk is read-only, for example
+            remedy = "restore access, or name another folder"
+            raise ValueError(f"{self.path} cannot be written ({error.strerror}): {remedy}") from error
         checkpoint = self._load_checkpoint() if is_used else None
         files.write_text(toml, tomli_w.dumps(self.settings))
         if checkpoint is None:
