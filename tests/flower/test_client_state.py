@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from flwr.app import Context, RecordDict
 
+from fedheal.federation.run_folder import RunFolder
 from fedheal.flower.client import get_client_name
 from fedheal.flower.client_state import ContextStore, FolderStore, SavedState, load_before_round, open_store
+from fedheal.flower.strategy import FLOWER
+from fedheal.runs.resume import load_newest_checkpoint
 
 
 def test_a_nodes_name():
@@ -18,6 +23,17 @@ def test_a_nodes_name():
     assert get_client_name(make_context(**{"partition-id": 4})) == "partition-4"
     with pytest.raises(ValueError, match="neither 'name' nor 'partition-id'"):
         get_client_name(make_context())
+
+
+def test_a_file_that_is_named_with_no_number_is_no_round(tmp_path):
+    """'²' is a digit to Python, and no number."""
+    (tmp_path / "state").mkdir()
+    for name in ("00000002", "²"):
+        (tmp_path / "state" / f"{name}.safetensors").touch()
+    assert FolderStore(tmp_path, "a").rounds() == [2]
+    assert RunFolder(tmp_path, True, FLOWER).count_rounds() == 2
+    with pytest.raises(ValueError, match="restore state/ from a backup"):
+        load_newest_checkpoint(tmp_path, "a", logging.getLogger("test"))
 
 
 @pytest.fixture(params=["context", "folder"])

@@ -143,6 +143,12 @@ def test_a_model_without_float_parameters_is_rejected():
         messages.infer_layout(ArrayRecord({"n": Array(np.zeros(2, np.complex64))}))
 
 
+def test_a_message_of_no_term_is_left_out():
+    """'²' is a digit to Python, and no number."""
+    tensors = {"0.change": torch.ones(1), "1.change": torch.ones(1), "².change": torch.ones(1), "x": torch.ones(1)}
+    assert [list(group) for group in messages.split_by_term(tensors, 1)] == [["change"]]
+
+
 def test_masks_travel_as_bits():
     mask = torch.rand(37, generator=torch.Generator().manual_seed(0)) > 0.5
     assert torch.equal(torch.from_numpy(messages.record_to_mask(messages.mask_to_record(mask), 37)).bool(), mask)

@@ -174,7 +174,7 @@ class RunFolder(Generic[K]):
                 )
 
     def count_rounds(self) -> int:
-        return max((int(path.stem) for path in files.list_checkpoints(self.path) if path.stem.isdigit()), default=0)
+        return max((int(path.stem) for path in files.list_checkpoints(self.path) if path.stem.isdecimal()), default=0)
 
     def release(self) -> None:
         if (lock := _locks.pop(self.path.resolve(), None)) is not None:

@@ -77,7 +77,7 @@ class FolderStore:
         self.folder, self.owner = folder, owner
 
     def rounds(self) -> list[int]:
-        return sorted(int(path.stem) for path in files.list_checkpoints(self.folder) if path.stem.isdigit())
+        return sorted(int(path.stem) for path in files.list_checkpoints(self.folder) if path.stem.isdecimal())
 
     def load(self, number: int) -> SavedState:
         return SavedState(*files.load_checkpoint(self._path(number), self.owner), number)

@@ -205,7 +205,7 @@ def split_by_term(tensors: Arrays, num_terms: int) -> tuple[dict[str, Tensor], .
     groups: tuple[dict[str, Tensor], ...] = tuple({} for _ in range(num_terms))
     for key, tensor in tensors.items():
         index, _, name = key.partition(".")
-        if index.isdigit() and int(index) < num_terms:
+        if index.isdecimal() and int(index) < num_terms:
             groups[int(index)][name] = tensor
     return groups
 

@@ -64,7 +64,7 @@ def load_newest_checkpoint(
 
 def _advise_restoring(folder: Path) -> str:
     """Say what to do about a folder whose checkpoints are gone, and which of its files can still be used."""
-    saved = max((int(path.stem) for path in files.list_checkpoints(folder) if path.stem.isdigit()), default=1)
+    saved = max((int(path.stem) for path in files.list_checkpoints(folder) if path.stem.isdecimal()), default=1)
     has_all_rounds = files.find_last_round(folder) >= saved and files.find_damaged_line(folder) is None
     whole = ["rounds.jsonl"] if has_all_rounds else []
     whole += ["model.safetensors"] if _has_whole_model(folder) else []
