@@ -16,15 +16,18 @@ import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import Tensor
 
 from fedheal.aggregate import State, client_share
 from fedheal.core.deprecated_paths import warn_of_renames
+from fedheal.core.errors import add_article
 from fedheal.core.layout import Layout, Packed
 from fedheal.data.domains import Split
 from fedheal.engine import serial
@@ -318,8 +321,35 @@ def _make_content(
 ) -> RecordDict:
     info: dict[str, Any] = {"client": name, "round": RoundInstructions.from_message(message).round}
     info |= {} if domain is None else {"domain": domain}
-    numbers: dict[str, Any] = {"num-examples": num_examples, **metrics}
+    numbers: dict[str, Any] = {"num-examples": _to_number("num_examples", num_examples, "send a number")}
+    numbers |= {key: _to_metric(f"metrics[{key!r}]", value) for key, value in metrics.items()}
     return RecordDict({"metrics": MetricRecord(numbers), CLIENT_INFO: ConfigRecord(info)})
+
+
+def _to_metric(name: str, value: object) -> Any:
+    """Return a metric as Flower takes it: a Python number, or a list of Python numbers of one type."""
+    value = _unwrap(value)
+    if not isinstance(value, list | tuple):
+        return _to_number(name, value, "send a number or a list of numbers")
+    numbers = [_to_number(f"an item of {name}", item, "send numbers") for item in value]
+    return numbers if all(isinstance(number, int) for number in numbers) else [float(number) for number in numbers]
+
+
+def _to_number(name: str, value: object, remedy: str) -> float:
+    """Return a value as a Python number. Raise TypeError if it is none."""
+    value = _unwrap(value)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {add_article(type(value).__name__)}: {remedy}")
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _unwrap(value: object) -> Any:
+    """Return the Python number or list in a scalar or array of numpy or torch; another value as it is."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, np.ndarray | np.generic):
+        return value.item() if value.size == 1 else value.tolist()
+    return value
 
 
 def _read_slots(saved: SavedState, num_terms: int) -> tuple[dict[str, Tensor], ...]:
