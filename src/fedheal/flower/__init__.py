@@ -16,8 +16,19 @@ except ImportError as error:
     message = f"fedheal.flower needs Flower ({error}): {explain_install('flower')}"
     raise ImportError(message, name=error.name) from None
 
+from fedheal.aggregate.server_optimizer import Server
 from fedheal.federation.node_sampling import NotEnoughNodes, TooManyEmptyRounds
 from fedheal.flower.presets import AFL, QFFL, FedFV, FedHEAL, Uniform
 from fedheal.flower.strategy import FairStrategy
 
-__all__ = ["AFL", "QFFL", "FairStrategy", "FedFV", "FedHEAL", "NotEnoughNodes", "TooManyEmptyRounds", "Uniform"]
+__all__ = [
+    "AFL",
+    "QFFL",
+    "FairStrategy",
+    "FedFV",
+    "FedHEAL",
+    "NotEnoughNodes",
+    "Server",
+    "TooManyEmptyRounds",
+    "Uniform",
+]
