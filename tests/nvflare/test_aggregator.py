@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_context import FLContext
 
 from fedheal import Layout
-from fedheal.nvflare import FairModelAggregator, FolderPersistor, count_finished_rounds
+from fedheal.aggregate.server_optimizer import Server
+from fedheal.nvflare import FairController, FairModelAggregator, FolderPersistor, count_finished_rounds
 from fedheal.nvflare.exchange import TEST_EXAMPLES
 from fedheal.runs import folder as files
 from nvflare_sites import MODEL, LocalFedAvg, Spoil, fail, make_model, simulate
@@ -89,6 +92,24 @@ def test_without_the_module_the_names_tell_buffers_from_parameters(tmp_path):
     run_fedavg(str(tmp_path / "module"))
     ours, theirs = (files.load_tensors(tmp_path / name / "model.safetensors") for name in ("named", "module"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("component", [FairController, FairModelAggregator])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data": None}, "data = None: use a string that is not empty"),
+        ({"data": 3}, "data = 3: use a string that is not empty"),
+        ({"server": "adam"}, "server = 'adam': use a dictionary such as {'optimizer': 'adam'}, which a job can carry"),
+        ({"server": Server("adam")}, "beta2=0.99, eps=0.001): use a dictionary such as {'optimizer': 'adam'}, which"),
+        ({"max_norm": "Auto"}, "max_norm = 'Auto': use a finite number above 0, 'auto' or None"),
+        ({"max_examples": 0}, "max_examples = 0: use a finite number above 0"),
+        ({"folder": ""}, "folder = '': use a path such as 'runs/hospitals', or leave it out"),
+    ],
+)
+def test_a_setting_that_would_fail_later_is_rejected_by_name(component, settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        component("fedheal", **settings)
 
 
 def test_local_terms_are_refused():

@@ -58,6 +58,17 @@ def check_switch(name: str, value: bool) -> None:
     Parameter(name, False).check(value)
 
 
+def check_text(name: str, value: object) -> None:
+    """Raise ValueError unless the value is a string that is not empty.
+
+    >>> check_text("data", 3)
+    Traceback (most recent call last):
+    ValueError: data = 3: use a string that is not empty
+    """
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} = {value!r}: use a string that is not empty")
+
+
 def check_among(name: str, value: object, allowed: tuple[object, ...]) -> None:
     """Raise ValueError unless the value is one of the allowed values."""
     Parameter(name, allowed[0], choices=allowed).check(value)

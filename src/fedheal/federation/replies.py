@@ -45,7 +45,10 @@ class ReplyRequirements:
     def __post_init__(self) -> None:
         Parameter("max_examples", 1.0, gt=0).check(self.max_examples)
         if self.max_norm not in (None, AUTO):
-            Parameter("max_norm", 1.0, gt=0).check(self.max_norm)
+            try:
+                Parameter("max_norm", 1.0, gt=0).check(self.max_norm)
+            except ValueError as error:
+                raise ValueError(f"{error}, '{AUTO}' or None") from None
         if self.max_reply_bytes is not None:
             Parameter("max_reply_bytes", 1, ge=1).check(self.max_reply_bytes)
 

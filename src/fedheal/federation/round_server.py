@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from fedheal.aggregate import Aggregator
 from fedheal.aggregate.reduce import is_finite
 from fedheal.aggregate.server_optimizer import Server
-from fedheal.core.checks import check_count
+from fedheal.core.checks import check_count, check_text
 from fedheal.core.errors import shorten_list
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.parameter import Parameter
@@ -48,6 +48,7 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         check_count("seed", self.seed)
+        check_text("data", self.data)
         for name, least in (("min_replies", 1), ("max_empty_rounds", 1), ("budget", 0)):
             if (value := getattr(self, name)) is not None:
                 Parameter(name, 1, ge=least).check(value)

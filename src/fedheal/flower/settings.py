@@ -1,5 +1,6 @@
 """The settings of a strategy, checked when it is made."""
 
+import inspect
 from dataclasses import dataclass
 
 from torch import nn
@@ -7,7 +8,7 @@ from torch import nn
 from fedheal import methods
 from fedheal.aggregate import Aggregator, reduce
 from fedheal.aggregate.fedheal_stages import TAU
-from fedheal.core.checks import check_among, check_count, check_not_negative, check_share, check_switch
+from fedheal.core.checks import check_among, check_count, check_not_negative, check_share, check_switch, check_text
 from fedheal.core.layout import Layout
 from fedheal.core.parameter import Parameter
 from fedheal.federation.round_server import ServerSettings
@@ -76,6 +77,8 @@ def resolve_method(method: Aggregator | Method | str, name: str | None, clients_
             'use a name such as "fedheal:tau=0.4", a Method or an Aggregator; FairStrategy(method, fraction_train=0.5)'
         )
         raise ValueError(f"method = {method!r}: {remedy}")
+    if name is not None:
+        check_text("name", name)
     resolved = methods.get(method) if isinstance(method, str) else method
     if isinstance(resolved, Aggregator):
         resolved = Method((), resolved, name or "custom")
@@ -91,6 +94,32 @@ def resolve_method(method: Aggregator | Method | str, name: str | None, clients_
         if isinstance(term, FedCE):
             raise ValueError("fedce sends each client its own weight, which no broadcast can carry: simulate it")
     return resolved
+
+
+def check_record_keys(weighted_by_key: object, arrayrecord_key: object, configrecord_key: object) -> None:
+    """Raise ValueError unless the keys are texts, and the two records have keys of their own."""
+    check_text("weighted_by_key", weighted_by_key)
+    check_text("arrayrecord_key", arrayrecord_key)
+    check_text("configrecord_key", configrecord_key)
+    if arrayrecord_key == configrecord_key:
+        remedy = "a message holds both records, so give each a key of its own"
+        raise ValueError(f"arrayrecord_key and configrecord_key are both {arrayrecord_key!r}: {remedy}")
+
+
+def check_metrics_function(name: str, value: object) -> None:
+    """Raise ValueError unless the value is None or can be called with the replies and the key of their examples."""
+    if value is None:
+        return
+    is_usable = callable(value)
+    try:
+        inspect.signature(value).bind([], "num-examples")  # type: ignore[arg-type]
+    except TypeError:
+        is_usable = False
+    except ValueError:  # some functions written in C have no signature
+        pass
+    if not is_usable:
+        remedy = "give a function of two arguments, the list of replies and the key of their numbers of examples"
+        raise ValueError(f"{name} = {value!r}: {remedy}")
 
 
 def resolve_layout(model: nn.Module | Layout | None) -> Layout | None:

@@ -40,7 +40,13 @@ from fedheal.flower.node_registry import NodeRegistry, OpenRequests, ReceivedRep
 from fedheal.flower.reply_reader import average_metrics, read_evaluate_reply, read_train_reply
 from fedheal.flower.reply_size import ReplyLimits
 from fedheal.flower.round_log import FederationState, NodeRound, restore_federation
-from fedheal.flower.settings import RoundSettings, resolve_layout, resolve_method
+from fedheal.flower.settings import (
+    RoundSettings,
+    check_metrics_function,
+    check_record_keys,
+    resolve_layout,
+    resolve_method,
+)
 from fedheal.flower.silent_nodes import SilentNodes
 from fedheal.methods import Method
 from fedheal.methods.server_step import ServerStep, resolve_server
@@ -113,6 +119,9 @@ class FairStrategy(Strategy):
         self.settings = RoundSettings(**{field.name: arguments[field.name] for field in fields(RoundSettings)})
         self.method = resolve_method(method, name, self.settings.clients_mask)
         self.server = resolve_server(self.method, server)
+        check_record_keys(weighted_by_key, arrayrecord_key, configrecord_key)
+        check_metrics_function("train_metrics_aggr_fn", train_metrics_aggr_fn)
+        check_metrics_function("evaluate_metrics_aggr_fn", evaluate_metrics_aggr_fn)
         self.name, self.terms = name or self.method.name, self.method.local
         self.requirements = ReplyRequirements(
             arrays_key=arrayrecord_key,

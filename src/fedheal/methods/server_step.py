@@ -60,8 +60,11 @@ def resolve_server(method: Method, server: Server | None = None) -> Server:
     """Return the server optimiser: the given one, that of the method, or the plain one.
 
     Raises:
-        ValueError: Both are given and differ, or a term of the method does not work with it.
+        ValueError: It is no server optimiser, both are given and differ, or a term of the method does not work with it.
     """
+    given: object = server  # a caller may not check types
+    if not isinstance(given, Server | None):
+        raise ValueError(f"server = {given!r}: give a Server, such as Server('adam')")
     if server is not None and method.server is not None and server != method.server:
         raise ValueError(f"server = {server}, but method '{method.name}' brings {method.server}: leave one of them out")
     chosen = server or method.server or Server()

@@ -51,7 +51,6 @@ class FairModelAggregator(ModelAggregator):  # type: ignore[misc]
         self._settings = FederationSettings(
             **{key: getattr(self, key) for key in FederationSettings.__dataclass_fields__}
         )
-        self._settings.resolve_server(self._settings.resolve_method())
         self._lock = threading.Lock()  # replies and events come from several threads
         self._rounds: SiteRounds | None = None
         self.reset_stats()

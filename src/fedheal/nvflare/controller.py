@@ -83,7 +83,6 @@ class FairController(ModelController):  # type: ignore[misc]
         self._settings = FederationSettings(
             **{key: getattr(self, key) for key in FederationSettings.__dataclass_fields__}
         )
-        self._settings.resolve_server(self._settings.resolve_method())
         self._rounds: SiteRounds | None = None
         self._return_codes: dict[str, str] = {}  # of the sites that replied to the open task
 

@@ -51,6 +51,13 @@ class FederationSettings(ServerSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_folder_settings(self.folder, self.resume)
+        server: object = self.server  # a caller may not check types
+        if not isinstance(server, Mapping | None):
+            remedy = "use a dictionary such as {'optimizer': 'adam'}, which a job can carry"
+            raise ValueError(f"server = {server!r}: {remedy}")
+        method = self.resolve_method()
+        self.resolve_server(method)
+        self.to_requirements(method)
 
     def resolve_method(self) -> Method:
         """Return the method. Raise ValueError if it does not work here."""

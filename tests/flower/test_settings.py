@@ -1,0 +1,82 @@
+"""Settings that cannot work are rejected when a strategy is made, and not after its last round."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from fedheal.aggregate.server_optimizer import Server
+from fedheal.flower import FairStrategy, FedHEAL, Uniform
+from fedheal.flower import Server as ServerOfFlower
+
+TAU_HINT = "name it with a method that has it, as in FairStrategy('fedheal:tau=0.9'), or leave it out"
+
+
+@pytest.mark.parametrize(
+    "make", [lambda **keys: FairStrategy("fedheal", **keys), lambda **keys: FairStrategy("fedavg", **keys), Uniform]
+)
+def test_a_tau_that_no_client_would_use_is_rejected(make):
+    message = f"tau = 0.9 has no effect, since only placement = 'client' uses it: {TAU_HINT}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(tau=0.9)
+    with pytest.raises(ValueError, match=re.escape("tau = 0.3 has no effect")):  # clients' default
+        make(tau=0.3)
+    assert make().settings.tau is None
+
+
+def test_a_tau_that_is_used_is_kept():
+    assert FedHEAL(tau=0.9).method.parameters["tau"] == 0.9
+    assert FairStrategy("fedheal:tau=0.9").method.parameters["tau"] == 0.9
+    assert FedHEAL(placement="client", tau=0.9).settings.tau == 0.9
+    assert FairStrategy("uniform", placement="client", tau=0.9).settings.tau == 0.9
+    assert FairStrategy("uniform", placement="client").settings.tau == 0.3
+
+
+def add_with_default(replies, key, more=()):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data": None}, "data = None: use a string that is not empty"),
+        ({"data": 3}, "data = 3: use a string that is not empty"),
+        ({"data": ""}, "data = '': use a string that is not empty"),
+        ({"name": 3}, "name = 3: use a string that is not empty"),
+        ({"name": ""}, "name = '': use a string that is not empty"),
+        ({"server": "adam"}, "server = 'adam': give a Server, such as Server('adam')"),
+        ({"server": {"optimizer": "adam"}}, "server = {'optimizer': 'adam'}: give a Server, such as Server('adam')"),
+        ({"server": Server}, ": give a Server, such as Server('adam')"),
+        ({"weighted_by_key": ""}, "weighted_by_key = '': use a string that is not empty"),
+        ({"weighted_by_key": None}, "weighted_by_key = None: use a string that is not empty"),
+        ({"arrayrecord_key": 3}, "arrayrecord_key = 3: use a string that is not empty"),
+        ({"configrecord_key": ""}, "configrecord_key = '': use a string that is not empty"),
+        (
+            {"arrayrecord_key": "config"},
+            "arrayrecord_key and configrecord_key are both 'config': a message holds both records, so give each a key",
+        ),
+        ({"train_metrics_aggr_fn": "mean"}, "train_metrics_aggr_fn = 'mean': give a function of two arguments"),
+        ({"train_metrics_aggr_fn": 0}, "train_metrics_aggr_fn = 0: give a function of two arguments"),
+        ({"evaluate_metrics_aggr_fn": len}, "evaluate_metrics_aggr_fn = <built-in function len>: give a function of two"),
+        ({"evaluate_metrics_aggr_fn": lambda replies: None}, ": give a function of two arguments, the list of replies"),
+        ({"evaluate_metrics_aggr_fn": lambda a, b, c: None}, ": give a function of two arguments, the list of replies"),
+        ({"max_norm": "Auto"}, "max_norm = 'Auto': use a finite number above 0, 'auto' or None"),
+        ({"folder": ""}, "folder = '': use a path such as 'runs/hospitals', or leave it out"),
+        ({"folder": "a\0b"}, "folder = 'a\\x00b': use a path such as 'runs/hospitals', or leave it out"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_would_fail_later_is_rejected_by_name(settings, message):
+    for make in (FedHEAL, lambda **keys: FairStrategy("fedprox", **keys)):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make(**settings)
+
+
+@pytest.mark.parametrize("function", [add_with_default, lambda *replies: None, dict.get, max, None])
+def test_functions_that_take_two_arguments_are_accepted(function):
+    FedHEAL(train_metrics_aggr_fn=function, evaluate_metrics_aggr_fn=function)
+
+
+def test_the_server_optimiser_can_be_imported_beside_the_strategies():
+    assert ServerOfFlower is Server
+    assert FedHEAL(server=ServerOfFlower("adam")).server == Server("adam")
