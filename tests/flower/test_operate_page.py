@@ -8,9 +8,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from flwr.cli.constant import DEFAULT_FLOWER_CONFIG_TOML
+from flwr.cli.flower_config import read_superlink_connection
 from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
 from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink as make_link_parser
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode as make_node_parser
+
+from fedheal.runs import folder as files
+from fedheal.runs.schema import RoundRecord
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
@@ -36,6 +41,38 @@ def test_files_and_settings_on_the_page_exist():
     for setting in ("max_reply_bytes", "max_norm", "wait_seconds", "min_replies", "max_empty_rounds", "budget"):
         assert setting in PAGE
         assert f"{setting}: " in strategy
+
+
+@pytest.mark.parametrize("page", ["operate.md", "flower.md"])
+@pytest.mark.parametrize("exists", [True, False])
+def test_flower_finds_both_superlinks_of_the_shown_configuration(page, exists, monkeypatch, tmp_path):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    shown = next(block for block in text.split("```") if "[superlink.deployment]" in block)
+    own = shown[shown.index("[superlink.deployment]") :]
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    (tmp_path / "config.toml").write_text(f"{DEFAULT_FLOWER_CONFIG_TOML}\n{own}" if exists else shown)
+    (certificate,) = re.findall(r'root-certificates = "(/.*)"', shown)
+    assert read_superlink_connection().address == ":local:"  # what `flwr run . --stream` uses
+    assert read_superlink_connection("deployment").root_certificates == certificate
+
+
+@pytest.mark.parametrize(
+    ("weights", "report", "is_empty"),
+    [
+        ({"a": 1.0}, {"skipped": {}, "missing": []}, False),
+        ({"a": 1.0}, {"skipped": {"b": '"unmoved": "weights": {}'}}, False),  # a client's own words
+        ({}, {"skipped": {"a": "NaN"}}, True),
+        ({"a": 1.0}, {"unmoved": "overflow"}, True),
+        ({"a": 1.0}, {"ended": "only 1 of 2 nodes"}, True),
+    ],
+)
+def test_the_shown_command_finds_an_empty_last_round(weights, report, is_empty, tmp_path):
+    (command,) = (line for line in PAGE.splitlines() if line.startswith("tail "))
+    (tmp_path / "hospitals").mkdir()
+    for number, record in enumerate(((weights, report), ({"a": 1.0}, {}), ({}, {}), (weights, report)), 1):
+        files.append_round(tmp_path / "hospitals", RoundRecord(round=number, weights=record[0], report=record[1]))
+    done = subprocess.run(["bash"], input=command, text=True, cwd=tmp_path, capture_output=True, check=True)
+    assert (done.stdout == "the last round moved the model\n") is not is_empty
 
 
 def test_telemetry_is_off_and_only_the_fleet_api_is_open_in_the_examples():
