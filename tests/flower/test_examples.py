@@ -127,8 +127,8 @@ def test_masks_on_many_clients_cost_the_server_four_numbers_each(monkeypatch, tm
 
 def test_the_guides_connection_is_one_that_flower_takes():
     guide = (FOLDER.parents[1] / "docs" / "flower.md").read_text(encoding="utf-8")
-    block = re.search(r"^```\n(\[superlink\..*?)^```", guide, re.S | re.M)
-    (name, keys), *_ = tomllib.loads(block[1])["superlink"].items()
-    connection = SuperLinkConnection(name, **{key.replace("-", "_"): value for key, value in keys.items()})
+    block = re.search(r"^```\n(\[superlink\]\n.*?)^```", guide, re.S | re.M)
+    keys = tomllib.loads(block[1])["superlink"]["deployment"]
+    connection = SuperLinkConnection("deployment", **{key.replace("-", "_"): value for key, value in keys.items()})
     assert connection.address == "127.0.0.1:8000"
     assert not connection.insecure

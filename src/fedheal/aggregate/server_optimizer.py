@@ -55,7 +55,17 @@ SERVER_DEFAULTS: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True, init=False)
 class Server:
-    """A server optimiser: `"sgd"`, `"adam"`, `"yogi"` or `"adagrad"`. Each has its own defaults of `lr` and `momentum`.
+    """A server optimiser: how far, and with what memory, the global model follows the aggregated one.
+
+    Args:
+        optimizer: `"sgd"`, `"adam"`, `"yogi"` or `"adagrad"`. Each has its own defaults of `lr` and `momentum`.
+        lr: The server's learning rate.
+        momentum: How much of its earlier steps it keeps; beta1 of the adaptive ones.
+        beta2: How much of the mean of squared updates the adaptive ones keep.
+        eps: Added to the root of that mean; the larger, the less adaptive.
+
+    Raises:
+        ValueError: A setting is out of range.
 
     >>> Server("adam")
     Server(optimizer='adam', lr=0.01, momentum=0.9, beta2=0.99, eps=0.001)
