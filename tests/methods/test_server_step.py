@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fedheal import Layout, Packed, Updates, methods
-from fedheal.aggregate.server_optimizer import Server
-from fedheal.core.state import RunState, TermState
+from fedheal.aggregate.server_optimizer import Server, ServerState
+from fedheal.core.errors import CustomPartError
+from fedheal.core.state import RunState, State, TermState
 from fedheal.methods.server_step import ClientTerms, ServerStep, StepOutcome, apply_server_step, mean_train_loss
 from local.quadratic import make_gradient, make_packed, run_client, vector
 
@@ -55,6 +56,26 @@ def test_a_step_without_terms_is_the_aggregated_model():
 def test_the_server_optimizer_moves_part_of_the_way():
     _, outcome = take_step("fedavg", [[1.0, 2.0], [3.0, 6.0]], Server(lr=0.5))
     assert outcome.state.model.params.tolist() == [1.0, 2.0]
+
+
+class OwnServer(Server):
+    """A server optimiser of a user's own, whose step fails."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        vars(self)["error"] = error
+
+    def apply(self, before: Packed, aggregated: Packed, state: State) -> tuple[Packed, ServerState]:
+        raise vars(self)["error"]
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyError("m")], ids=repr)
+def test_what_a_server_optimizer_of_ones_own_raises_is_named(error: BaseException) -> None:
+    sentence = (
+        rf"^your server optimiser `[\w.]*:OwnServer` raised {type(error).__name__}: .* \(test_server_step.py, line"
+    )
+    with pytest.raises(CustomPartError, match=sentence):
+        take_step("fedavg", [[1.0, 2.0]], OwnServer(error))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from fedheal.aggregate.aggregator import Aggregated, Aggregator, ModelOverflow
 from fedheal.aggregate.reduce import is_finite
 from fedheal.aggregate.server_optimizer import Server, check_plain_server
+from fedheal.aggregate.stage import call_custom
 from fedheal.aggregate.validate import NON_FINITE, BadUpdate
 from fedheal.core.errors import name_if_custom, name_part
 from fedheal.core.layout import Layout, Packed
@@ -100,7 +101,9 @@ def apply_server_step(
     kept = StepOutcome(unmoved, aggregated, accepted, absorbed=() if step.terms else accepted)
     if overflow or not aggregated.weights.numpy().any():
         return replace(kept, refusal=overflow)
-    stepped, moments = step.optimizer.apply(state.model, aggregated.model, state.server)
+    optimizer, name = step.optimizer, name_if_custom(type(step.optimizer))
+    arguments = state.model, aggregated.model, state.server
+    stepped, moments = call_custom("server optimiser", name, optimizer.apply, *arguments)
     restarts = any(term.sums_slots for term in step.terms) and not set(lost_slots).isdisjoint(accepted)
     model, terms = _absorb(step, state, stepped, updates, aggregated, replies, accepted, num_clients, restarts)
     why = _find_overflow(step, model, stepped, aggregated, terms)
