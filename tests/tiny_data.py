@@ -316,6 +316,13 @@ class ViewsInput(TwoOutputs):
         return self.inner[1](x.view(len(x), -1))
 
 
+class LeavingModel(TwoOutputs):
+    """Ends the process instead of returning logits."""
+
+    def forward(self, x: Tensor) -> Any:
+        raise SystemExit(4)
+
+
 def normalised_weights(classes: int) -> nn.Module:
     """Return a network with `weight_norm`, which torch refuses to copy."""
     return nn.Sequential(nn.Flatten(), nn.utils.weight_norm(nn.Linear(3 * SIDE * SIDE, classes)))

@@ -40,6 +40,7 @@ from tiny_data import Unpooled, load, quick, uneven
             {},
             r"model 'tiny_data:DetachedOutput' does not fit .* in training \(element 0 of tensors does not require",
         ),
+        ("LeavingModel", {}, r"model 'tiny_data:LeavingModel' does not fit images of .* \(SystemExit: 4\)$"),
         ("ViewsInput", {}, r"model 'tiny_data:ViewsInput' does not fit .* in training \(view size is not compatible"),
         ("flat_batchnorm", {"batch_size": 1}, "the last batch of client .* is a single image: use another batch_size"),
     ],

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
-from fedheal.core.errors import add_article
+from fedheal.core.errors import add_article, format_error
 from fedheal.core.layout import Layout
 from fedheal.engine.precision import autocast
 from fedheal.engine.serial import use_seed
@@ -107,8 +107,10 @@ def _explain_failure(name: str, images: Tensor, where: str = "") -> Iterator[Non
         yield
     except torch.OutOfMemoryError:  # not only the model's fault
         raise
-    except Exception as error:  # a user's model may raise anything
+    except (Exception, SystemExit) as error:  # a user's model may raise anything
         shape, reason = tuple(images.shape[1:]), str(error).strip().partition("\n")[0]
+        if isinstance(error, SystemExit):  # whose message is an exit code, if anything
+            reason = format_error(error)
         raise ValueError(f"model '{name}' does not fit images of shape {shape}{where} ({reason})") from error
 
 
