@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,21 @@ import torch
 from typer.testing import CliRunner
 
 import fedheal
+from command_line import Done
 from fedheal import methods
 from fedheal.aggregate.registry import STAGES
+from fedheal.aggregate.stage import stateless
 from fedheal.cli import app
 from fedheal.core.errors import CustomPartError
+from fedheal.core.state import Nothing
 from fedheal.local.fedprox import FedProx
+from fedheal.local.term import Term
 from fedheal.runs.folder import read_rounds
 from tiny_data import quick, words
 
 MINE = """
 from dataclasses import replace
+import sys
 import torch
 from fedheal.aggregate import Aggregator, chain
 from fedheal.aggregate.presets import get_reducer
@@ -139,6 +145,19 @@ class FailingLoss(Term):
 
 def failing_loss():
     return FailingLoss()
+
+def leaving_stage():
+    return stateless(lambda draft: sys.exit())
+
+def leaving_reducer():
+    return Aggregator(chain(), lambda draft, weights: sys.exit("no model"))
+
+class LeavingLoss(Term):
+    def loss(self, batch, ctx):
+        sys.exit(7)
+
+def leaving_loss():
+    return LeavingLoss()
 """
 
 
@@ -325,6 +344,17 @@ def test_what_a_part_of_ones_own_returns_wrongly_is_named(name: str, why: str) -
             AttributeError,
             r"round 2: your term `mine:FailingLoss` raised AttributeError: .*'nothing'",
         ),
+        (
+            "mine:leaving_stage",
+            SystemExit,
+            r"^round 1: your stage `mine:leaving_stage` raised SystemExit \(mine_of_tests.py, line \d+\)$",
+        ),
+        ("mine:leaving_reducer", SystemExit, r"your reducer `mine:.*` raised SystemExit: no model \(mine_of_tests.py"),
+        (
+            "mine:leaving_loss",
+            SystemExit,
+            r"^round 1: your term `mine:LeavingLoss` raised SystemExit: 7 \(mine_of_tests.py, line \d+\)$",
+        ),
     ],
 )
 def test_what_a_part_of_ones_own_raises_is_named_and_is_the_cause(name: str, cause: type, why: str) -> None:
@@ -332,6 +362,19 @@ def test_what_a_part_of_ones_own_raises_is_named_and_is_the_cause(name: str, cau
         fedheal.run(quick(method=qualify_name(name)), progress=False)
     assert "\n" not in str(error.value)
     assert type(error.value.__cause__) is cause
+
+
+def test_an_interrupt_in_a_part_of_ones_own_is_still_one() -> None:
+    def interrupt(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    stage = stateless(interrupt)
+    term = type("Interrupted", (Term,), {"__module__": "mine", "finish": interrupt})()
+    assert "interrupt" in stage.name  # a user's own
+    with pytest.raises(KeyboardInterrupt):
+        stage.run(None, Nothing())  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        term.finish(None, None)  # type: ignore[arg-type]
 
 
 def test_weights_that_are_no_numbers_are_a_sentence() -> None:
@@ -348,26 +391,29 @@ def test_a_description_makes_the_same_run_again(tmp_path: Path) -> None:
     assert again.identity == quick(method=qualify_name("mine:pull+fedheal"), mu=0.5).identity
 
 
-@pytest.mark.slow
-def test_it_is_compared_from_the_command_line_by_processes_of_their_own() -> None:
-    line = [
-        "compare",
-        "fedavg",
-        qualify_name("mine:even"),
-        qualify_name("mine:pull:mu=0.5"),
-        "--out",
-        "runs",
-        "--jobs",
-        "2",
-    ]
+def compare_in_two_processes(call: Callable[..., Done], *names: str) -> Done:
+    """Compare methods for one seed and one round by processes of their own."""
     fields = words("rounds=1")
     data = next(word for word in fields if word.startswith("data="))
-    line += ["--seeds", "1", "--data", data.removeprefix("data="), *(word for word in fields if word != data)]
-    done = CliRunner().invoke(app, line)
-    assert done.exit_code == 0, done.output
-    assert qualify_name("fedavg+mine:even") in done.output
+    line = ["compare", *map(qualify_name, names), "--out", "runs", "--jobs", "2", "--seeds", "1"]
+    return call(*line, "--data", data.removeprefix("data="), *(word for word in fields if word != data))
+
+
+@pytest.mark.slow
+def test_it_is_compared_from_the_command_line_by_processes_of_their_own(call) -> None:
+    done = compare_in_two_processes(call, "fedavg", "mine:even", "mine:pull:mu=0.5")
+    assert done.code == 0, done
+    assert qualify_name("fedavg+mine:even") in done.out
     names = {folder.name for folder in Path("runs").iterdir() if folder.is_dir()}
     assert {"mine_of_tests_pull_mu=0.5-tiny_data_load-seed0", "fedavg+mine_of_tests_even-tiny_data_load-seed0"} <= names
+
+
+@pytest.mark.slow
+def test_one_that_exits_ends_a_comparison_with_a_sentence_and_code_2(call) -> None:
+    done = compare_in_two_processes(call, "fedavg", "mine:leaving_stage")
+    assert done.code == 2, done
+    message = "fedheal: round 1: your stage `mine:leaving_stage` raised SystemExit (mine_of_tests.py, line "
+    assert qualify_name(message) in done.err
 
 
 def test_the_command_that_explains_methods_takes_it() -> None:

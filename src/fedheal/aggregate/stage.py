@@ -202,7 +202,7 @@ def call_custom(what: str, name: str, function: Callable[..., Any], *args: Any) 
         return function(*args)
     except (BadRows, CustomPartError):  # the first is for the aggregator, which then leaves clients out
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # `sys.exit()` would end the run without a word
         if not name:
             raise
         raise frame_error(what, name, error) from error

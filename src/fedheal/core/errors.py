@@ -8,7 +8,7 @@ from typing import Any
 
 
 class CustomPartError(ValueError):
-    """A user's own stage, reducer or term returned something wrong or raised an exception, then the cause of this one."""
+    """A user's own part of a method returned something wrong or raised an exception, then the cause of this one."""
 
 
 def name_part(what: str, name: str) -> str:
@@ -65,7 +65,7 @@ def name_if_custom(function: Callable[..., Any]) -> str:
     return f"{module}:{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
-def frame_error(what: str, name: str, error: Exception) -> CustomPartError:
+def frame_error(what: str, name: str, error: BaseException) -> CustomPartError:
     """Return an error that names the user's part which raised `error`, and the line."""
     line = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(line.filename).name}, line {line.lineno}"

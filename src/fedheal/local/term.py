@@ -228,9 +228,10 @@ def _frame_hook(name: str, key: str, hook: Callable[..., Any]) -> Callable[..., 
             return returned
         except (torch.OutOfMemoryError, NotCapturableError, CustomPartError):  # for the engine
             raise
-        except Exception as error:
-            # The engine runs a step without a graph if capturing it fails.
-            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        except (Exception, SystemExit) as error:  # `sys.exit()` would end the run without a word
+            # The engine runs a step without a graph if capturing it fails. It does not catch SystemExit.
+            is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            if is_capturing and isinstance(error, Exception):
                 raise
             raise frame_error("term", name, error) from error
 
