@@ -13,7 +13,9 @@ from torch.utils.data import TensorDataset
 
 import fedheal
 from fedheal import Layout, Updates, aggregate, methods
+from fedheal.aggregate import chain
 from fedheal.aggregate.registry import STAGES
+from fedheal.aggregate.weights.uniform import uniform_weights
 from fedheal.local.term import Term
 from fedheal.methods import Method
 
@@ -34,6 +36,20 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "from_modules": (lambda: Updates.from_modules(MODULE.state_dict(), {}), r"module is an OrderedDict"),
     "clients": (lambda: Updates.from_modules(MODULE, [MODULE]), r"clients is a list: give \{client: \(module, num_"),
     "stage": (lambda: aggregate.Aggregator("fedheal"), r"stage is a str: give a Stage, such as chain\(\.\.\.\)"),
+    "stage in a chain": (
+        lambda: chain(uniform_weights(), "fphl"),
+        r"stages\[1\] is a str: give a Stage, such as what a func",
+    ),
+    "stage function in a chain": (
+        lambda: chain(uniform_weights),
+        r"stages\[0\] is a function: give the Stage that it returns, as in chain\(uniform_weights\(\)\)$",
+    ),
+    "lambda in a chain": (lambda: chain(lambda: 0), r"stages\[0\] is a function: give a Stage, such as what"),
+    "number in a chain": (lambda: chain(3), r"stages\[0\] is an int: give a Stage"),
+    "stages in a list": (
+        lambda: chain([uniform_weights()]),
+        r"stages\[0\] is a list: give the stages one by one, as in chain\(",
+    ),
     "stage function": (lambda: aggregate.Aggregator(STAGES["uniform"]), r"stage is a function: .* function .* returns"),
     "reduce": (lambda: aggregate.Aggregator(FEDAVG.stage, 3), r"reduce = 3: give a function of \(draft, weights\)"),
     "local": (lambda: Method(Term(), FEDAVG), r"local is a Term: give a tuple of terms, such as \(term,\)"),

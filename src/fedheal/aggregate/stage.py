@@ -19,6 +19,7 @@ from torch import Tensor
 from fedheal.aggregate.draft import CountMask, Draft, SoftMask
 from fedheal.aggregate.validate import BadRows
 from fedheal.core.arrays import Floats
+from fedheal.core.checks import check_type
 from fedheal.core.errors import (
     CustomPartError,
     add_article,
@@ -235,8 +236,11 @@ def chain(*stages: Stage) -> Stage:
         The chain, itself a stage.
 
     Raises:
+        TypeError: An argument is no `Stage`.
         ValueError: Two stages give the same, such as weights or a mask.
     """
+    for i, stage in enumerate(stages):
+        check_type(f"stages[{i}]", stage, Stage, _suggest_stage(stage))
     flat = [part for stage in stages for part in ((stage,) if stage.parts is None else stage.parts)]
     for what, why in GIVEN.items():
         if sum(what in stage.gives for stage in flat) > 1:
@@ -258,3 +262,13 @@ def chain(*stages: Stage) -> Stage:
     needs = frozenset[str]().union(*(stage.needs for stage in parts))
     gives = frozenset[str]().union(*(stage.gives for stage in parts))
     return Stage(lambda layout: ChainState(tuple(stage.start(layout) for stage in parts)), apply, needs, gives, parts)
+
+
+def _suggest_stage(given: object) -> str:
+    """Return what to give to `chain` instead of something that is no stage."""
+    if isinstance(given, list | tuple):
+        return "give the stages one by one, as in chain(*stages)"
+    name = getattr(given, "__name__", "")
+    if callable(given) and name.isidentifier():  # the parentheses are forgotten
+        return f"give the Stage that it returns, as in chain({name}())"
+    return "give a Stage, such as what a function of a stage returns"
