@@ -237,6 +237,14 @@ def test_there_is_no_such_folder(tmp_path: Path) -> None:
         load(tmp_path / "nowhere")
 
 
+def test_a_file_in_place_of_a_folder_is_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "photo.png"
+    path.write_bytes(b"no")
+    sentence = rf"^data = 'folder:{path}': {path} is not an export, or is damaged \(.*\); "
+    with pytest.raises(ValueError, match=sentence + r"folder: takes a folder that contains <domain>/<class>/"):
+        load(path)
+
+
 # What a new user may try
 
 

@@ -63,7 +63,11 @@ def make_folder_spec(name: str) -> DatasetSpec:
     value = name.removeprefix(FOLDER_PREFIX)
     path = Path(value).expanduser()
     if value and path.is_file():
-        manifest = archive.read_manifest(path)
+        try:
+            manifest = archive.read_manifest(path)
+        except ValueError as error:
+            wanted = f"{FOLDER_PREFIX} takes a folder that contains <domain>/<class>/..., or its export"
+            raise ValueError(f"data = {name!r}: {error}; {wanted}") from error
         if manifest.name != FOLDER_NAME:
             raise ValueError(
                 f"data = {name!r}: {path} is an export of '{manifest.name}': use data={manifest.name} data_root={path}"
