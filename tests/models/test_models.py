@@ -30,6 +30,10 @@ def own_failure(classes: int) -> nn.Module:
     return {}["weights"]  # type: ignore[no-any-return]
 
 
+def own_fixed() -> nn.Module:
+    return own_linear(3)
+
+
 def own_mistake(classes: int) -> str:
     return f"{classes} classes"
 
@@ -171,6 +175,17 @@ def test_a_factory_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
             {},
             "the model's factory 'own_models:own_mistake' returned a str, not a torch.nn.Module",
         ),
+        (
+            "own_models:own_fixed",
+            {},
+            "the model 'own_models:own_fixed' cannot be built from classes: .* 'classes'; its function needs a parameter "
+            "`classes`, the number of classes$",
+        ),
+        (
+            "own_models:own_linear",
+            {"width": 3},
+            "the model 'own_models:own_linear' cannot be built from classes, width: .*'width'$",
+        ),
         ("own_models:own_failure", {}, "the model's factory 'own_models:own_failure' raised KeyError: 'weights'"),
     ],
 )
@@ -191,7 +206,7 @@ def test_unknown_depth() -> None:
 def _make_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the factories of this file be imported as `own_models`."""
     module = ModuleType("own_models")
-    for thing in ("own_linear", "own_failure", "own_mistake", "NOT_A_FUNCTION"):
+    for thing in ("own_linear", "own_failure", "own_mistake", "own_fixed", "NOT_A_FUNCTION"):
         setattr(module, thing, globals()[thing])
     monkeypatch.setitem(sys.modules, "own_models", module)
 

@@ -72,7 +72,8 @@ def build(name: str, classes: int, weights: str | None = None, **kwargs: Any) ->
         inspect.signature(factory).bind(classes=classes, **kwargs)
     except TypeError as error:
         arguments = ", ".join(["classes", *kwargs])
-        raise ValueError(f"the model {name!r} cannot be built from {arguments}: {error}") from error
+        remedy = "" if _takes_classes(factory) else "; its function needs a parameter `classes`, the number of classes"
+        raise ValueError(f"the model {name!r} cannot be built from {arguments}: {error}{remedy}") from error
     try:
         model = factory(classes=classes, **kwargs)
     except (Exception, SystemExit) as error:
@@ -86,6 +87,15 @@ def build(name: str, classes: int, weights: str | None = None, **kwargs: Any) ->
     if weights is not None:
         load_weights(model, read_weights(weights), weights)
     return model
+
+
+def _takes_classes(factory: Callable[..., Any]) -> bool:
+    """Return whether a factory can be given the number of classes by name."""
+    parameters = inspect.signature(factory).parameters.values()
+    return any(
+        p.kind == p.VAR_KEYWORD or (p.name == "classes" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+        for p in parameters
+    )
 
 
 def _suggest_model(name: str) -> str:
