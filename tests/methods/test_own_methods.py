@@ -245,6 +245,18 @@ def test_values_are_what_the_function_returned() -> None:
         ("mine:even+uniform", "two of these stages give weights"),
         ("no_such_module_here:method", "cannot be imported: ModuleNotFoundError"),
         ("fedpro:mu", "cannot be imported"),
+        (
+            "mine:pull(0.5)",
+            "no method part 'mine_of_tests:pull.0.5.': write it without parentheses, as 'mine_of_tests:pull:mu=0.5'$",
+        ),
+        (
+            "mine:pull()+uniform",
+            "no method part 'mine_of_tests:pull..': write it without parentheses, as 'mine_of_tests:pull'$",
+        ),
+        ("mine:whole(0.1, times=2)", "without parentheses, as 'mine_of_tests:whole:mu=0.1,times=2'$"),
+        ("fedheal(0.4)", "no method part 'fedheal.0.4.': write it without parentheses, as 'fedheal:tau=0.4'$"),
+        ("no_such_module_here:method(1)", "cannot be imported: ModuleNotFoundError"),
+        ("my-module:part", "no method part 'my-module:part'; .* one of your own is named by import path"),
         ("fedpro:mu=1", "no method part 'fedpro'.*did you mean 'fedprox'"),
     ],
 )

@@ -18,6 +18,7 @@ from fedheal.core.import_path import import_function
 from fedheal.core.parameter import Parameter, get_parameters
 
 IMPORT_PATH = re.compile(r"(?P<path>[A-Za-z_][\w.]*:[A-Za-z_]\w*)(:(?P<assignments>.*))?")
+CALL = re.compile(r"(?P<path>[\w.:-]+)\((?P<arguments>.*)\)")  # as in Python, which a name is not
 
 
 def describe_unknown_parameter(key: str, known: Collection[str]) -> str:
@@ -105,14 +106,30 @@ def _parse_part(text: str, table: Mapping[str, Callable[..., Any]]) -> Part:
     elif match := IMPORT_PATH.fullmatch(text):
         part, assignments = _import_part(match["path"]), match["assignments"] or ""
     else:
+        _explain_call(text, table)
         known = "`fedheal methods` lists them, and one of your own is named by import path, package.module:function"
-        raise ValueError(f"there is no method part '{word}'{suggest(word, list(table))}; {known}")
+        has_values = not assignments or re.match(r"\w+=", assignments)  # else what is behind the colon is no parameter
+        unknown = word if has_values else text
+        raise ValueError(f"there is no method part '{unknown}'{suggest(word, list(table))}; {known}")
     for assignment in assignments.split(",") if assignments else []:
         key, equals, value = (word.strip() for word in assignment.partition("="))
         if not equals or key in part.explicit:
             raise ValueError(f"'{assignment}' in '{text}' should be key=value, each key once")
         part = part.set(key, value)
     return part
+
+
+def _explain_call(text: str, table: Mapping[str, Callable[..., Any]]) -> None:
+    """Raise ValueError with the right spelling if a part is written as a Python call."""
+    call = CALL.fullmatch(text)
+    if call is None or not (call["path"] in table or IMPORT_PATH.fullmatch(call["path"])):
+        return
+    path = call["path"]
+    part = Part(path, table[path]) if path in table else _import_part(path)
+    arguments = [argument.strip() for argument in call["arguments"].split(",") if argument.strip()]
+    by_key = [a if "=" in a else f"{key}={a}" for key, a in zip(part.parameters, arguments, strict=False)]
+    spelling = path + (":" if by_key else "") + ",".join(by_key)
+    raise ValueError(f"there is no method part '{text}': write it without parentheses, as '{spelling}'")
 
 
 def _import_part(path: str) -> Part:
