@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from fedheal.core.layout import Packed
 from fedheal.federation.message_checks import UNLIKE_MOST
 from fedheal.flower import reply_reader
 from fedheal.flower.messages import describe_terms, record_to_tensors
+from fedheal.flower.round_log import restore_federation
 from fedheal.local.fedproto import FedProto
 from fedheal.local.scaffold import Scaffold
 from fedheal.local.term import Arrays, Context, Term
@@ -439,6 +440,77 @@ def test_messages_are_tried_together_and_one_by_one_only_if_that_fails():
         assert [list(record.report["skipped"]) for record in strategy.history] == [[bad]] * 3
 
 
+class Together(Term):
+    """A user's term that needs several messages, and messages that agree."""
+
+    least: int = 2
+
+    def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
+        return {}, {"version": torch.ones(1)}
+
+    def absorb(self, before, aggregated, messages, shared, ctx):
+        shared["rounds"] = shared.get("rounds", torch.zeros(1)).add_(1)  # lost if the round is refused
+        before.params.zero_()
+        versions = {float(message["version"]) for message in messages}
+        if len(messages) < self.least:
+            raise ValueError("too few messages")
+        if len(versions) > 1:
+            raise ValueError("versions differ")
+        return aggregated, shared
+
+
+OTHER_VERSION = set_message("version", np.array([7.0], np.float32))
+
+
+def test_one_bad_message_is_found_if_no_message_suffices_alone():
+    strategy, bad = train_with(Together(), OTHER_VERSION)
+    assert [record.report["skipped"].keys() for record in strategy.history] == [{bad}] * 3
+    assert "versions differ" in strategy.history[0].report["skipped"][bad]
+    assert strategy.state.terms[0].shared["rounds"].item() == 3
+
+
+@pytest.mark.parametrize("bad", [{102}, {101, 102}])
+def test_a_round_whose_messages_are_at_odds_leaves_all_as_it_was(bad):
+    """Of two clients, or of two pairs, nobody can say who is wrong. The round is lost, not the run."""
+    present = {100, 102} if len(bad) == 1 else {100, 101, 102, 103}
+    sites = Sites(method=Method((Together(),), name="mine"), rounds=3)
+    strategy = sites.strategy(fraction_evaluate=0.0)
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        is_bad = node in bad and strategy.rounds.current.number == 2
+        return [] if node not in present else OTHER_VERSION(reply) if is_bad else [reply]
+
+    strategy.start(sites.grid(spoil), sites.initial, num_rounds=3)
+    assert ["unmoved" in record.report for record in strategy.history] == [False, True, False]
+    assert "Together` raised ValueError: versions differ" in strategy.history[1].report["unmoved"]
+    assert strategy.state.terms[0].shared["rounds"].item() == 2
+    absent = sites.strategy(fraction_evaluate=0.0)
+    only_two = lambda node, reply: [reply] if absent.rounds.current.number != 2 and node in present else []  # noqa: E731
+    absent.start(Sites(method=Method((Together(),), name="mine"), rounds=3).grid(only_two), sites.initial, 3)
+    assert torch.equal(strategy.state.model.params, absent.state.model.params)
+
+
+class Recorded(Term):
+    """A user's term that records what its `absorb` gets."""
+
+    seen: ClassVar[list[torch.Tensor]] = []
+
+    def finish(self, ctx, local):
+        return {}, {"one": torch.ones(1)}
+
+    def absorb(self, before, aggregated, messages, shared, ctx):
+        self.seen.append(before.params.clone())
+        return aggregated, shared
+
+
+def test_a_trial_gets_the_model_of_the_round():
+    Recorded.seen.clear()
+    train_with(Recorded(), rounds=2)
+    tried, real = Recorded.seen[::2], Recorded.seen[1::2]
+    assert len(tried) == len(real) == 2
+    assert all(torch.equal(a, b) for a, b in zip(tried, real, strict=True))
+
+
 class Quantised(Scaffold):
     """A user's term that sends something else than the built-in term it inherits from."""
 
@@ -504,6 +576,34 @@ def test_newcomers_with_other_messages_cannot_stop_those_that_counted(present, b
 
     strategy.start(sites.grid(spoil), sites.initial, num_rounds=len(present))
     assert [len(record.weights) for record in strategy.history] == expected
+
+
+@pytest.mark.slow
+def test_one_node_under_ever_new_names_is_no_majority():
+    sites, junk = Sites(method="scaffold", rounds=6), set_message("junk", np.ones(1, np.float32))
+    strategy = sites.strategy(fraction_evaluate=0.0, min_available_nodes=1)
+    grid = sites.grid()
+    grid.contexts[200] = grid.contexts.pop(104)
+    grid.contexts.pop(103)
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        if node < 200:
+            return [reply]
+        grid.contexts[node + 1] = grid.contexts.pop(node)  # it comes back under another id
+        reply.content["fedheal"]["client"] = f"evil-{node}"
+        return junk(reply)
+
+    grid.spoil = spoil
+    strategy.start(grid, sites.initial, num_rounds=6)
+    assert [len(record.weights) for record in strategy.history] == [3] * 6
+    assert [record.cohort for record in strategy.history] == [4] * 6
+
+
+def test_a_run_of_an_earlier_version_knows_what_was_used():
+    digests = {"a": "x", "b": "x", "stranger": "y"}
+    state = restore_federation(accepted={"a": 2, "b": 2}, message_digests=digests)
+    assert state.used_digest == "x"
+    assert restore_federation(accepted={}).used_digest == ""
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from fedheal.federation.extra_checks import (
     check_extras,
     find_far_extras,
     find_far_metrics,
+    find_unusable_extras,
     measure_buffer_moves,
 )
 from fedheal.federation.replies import RejectedReply, TrainReply
@@ -30,7 +31,6 @@ from fedheal.runs import folder as records
 from flower.local_grid import LocalGrid
 from flower.sites import Sites
 from flower.test_bad_replies import (
-    ABSENT,
     BAD,
     change_arrays,
     run_with_bad_replies,
@@ -335,12 +335,11 @@ def test_a_veteran_among_newcomers_is_not_far():
     assert find_far_extras(replies, moved, ("accuracy_without", "measured_rounds")) == {}
 
 
-def test_the_reason_of_a_client_that_is_far_in_two_metrics_is_the_same_in_every_process():
-    metrics = {"loss": 1.0, "reach": 1.0}
-    clients = {c: TrainReply(c, c, {}, 1, metrics, (), None) for c in "abc"}
-    clients["far"] = TrainReply("far", "far", {}, 1, {"loss": 1e9, "reach": 1e9}, (), None)
-    for needs in (("loss", "reach"), ("reach", "loss")):
-        assert "'reach'" in find_far_extras(clients, dict.fromkeys(clients, 0.0), needs)["far"]
+def test_the_reason_of_a_client_that_is_far_in_several_metrics_is_the_same_in_every_process():
+    names = [f"metric-{i}" for i in range(20)]
+    clients = {c: TrainReply(c, c, {}, 1, dict.fromkeys(names, 1.0), (), None) for c in "abc"}
+    clients["far"] = TrainReply("far", "far", {}, 1, dict.fromkeys(names, 1e9), (), None)
+    assert "'metric-9'" in find_far_extras(clients, dict.fromkeys(clients, 0.0), names)["far"]
 
 
 def test_a_number_as_max_norm_replaces_the_limit_of_diverged_training():
@@ -420,16 +419,36 @@ def test_buffers_and_messages_far_above_the_median_are_warned_of_and_left_out_if
     assert torch.equal(bounded.state.model.params, run_without_reply(method)[0])
 
 
-@pytest.mark.parametrize("others", [4, 1])
 @pytest.mark.parametrize("name", ["body.1.running_mean", "body.1.running_var"])
-@pytest.mark.parametrize("value", [1e7, 1e15])
-def test_buffers_that_would_spoil_those_of_all_cost_their_client_the_round(name, value, others):
-    absent = (100, 101, 103)[: 4 - others]  # with one other client there is no majority
-    spoils = {**dict.fromkeys(absent, ABSENT), BAD: change_arrays(fill_array(name, value))}
-    strategy, bad = run_with_bad_replies(spoils)
+@pytest.mark.parametrize("value", [1e8, 1e15])
+def test_buffers_that_would_spoil_those_of_all_cost_their_client_the_round(name, value):
+    far = change_arrays(fill_array(name, value))
+    strategy, bad = run_with_bad_replies(far)
     assert strategy.history[1].report["skipped"][bad].startswith("its buffers moved by ")
-    assert len(strategy.history[1].weights) == others
-    assert torch.equal(strategy.state.model.buffers, run_without_reply(nodes=(*absent, BAD))[1])
+    assert torch.equal(strategy.state.model.buffers, run_without_reply()[1])
+    strategy, bad = run_with_bad_replies(far, max_norm=1e9)  # the operator's own limit
+    assert strategy.history[1].report["skipped"] == {}
+
+
+@pytest.mark.parametrize("still", [1, 2])
+def test_clients_whose_buffers_do_not_move_exclude_nobody_unless_they_are_the_majority(still):
+    """Features that are not normalised move running statistics far in the first rounds."""
+    replies = {c: TrainReply(c, c, {}, 1, {}, (), None) for c in "abcd"[: 2 * still]}
+    moved = {client: 0.0 if i < still else 1e12 for i, client in enumerate(replies)}
+    model = Layout.of(torch.nn.BatchNorm1d(4)).pack(torch.nn.BatchNorm1d(4).state_dict())
+    assert find_unusable_extras(replies, moved, model) == {}
+    assert find_unusable_extras(replies, moved | {"x": 0.0, "y": 0.0}, model).keys() == set("abcd"[still : 2 * still])
+
+
+def test_half_of_the_clients_cannot_exclude_the_others_by_their_reach():
+    def reply(client: str, reach: float) -> TrainReply:
+        return TrainReply(client, client, {}, 1, {"reach": reach}, (), None)
+
+    model = Layout.of(torch.nn.Linear(1, 1)).pack(torch.nn.Linear(1, 1).state_dict())
+    replies = {client: reply(client, reach) for client, reach in zip("abcd", (1e10, 1e10, 0.1, 0.3), strict=True)}
+    assert find_unusable_extras(replies, {}, model, ("reach",)) == {}
+    replies["e"] = reply("e", 1e-9)
+    assert find_unusable_extras(replies, {}, model, ("reach",)).keys() == {"e"}
 
 
 def test_a_number_of_examples_far_above_the_others_is_warned_of_and_left_out_if_asked():

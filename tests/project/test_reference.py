@@ -125,7 +125,7 @@ def test_a_declaration_without_its_argument_is_refused() -> None:
 
 
 def test_a_default_outside_its_own_range_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^mu = -0\.1: use a finite number that is not negative$"):
+    with pytest.raises(ValueError, match=r"^the default of a parameter of make is not allowed: mu = -0\.1: use a"):
 
         @declare_parameters(Parameter("mu", default=-0.1, ge=0))
         def make(mu: float = -0.1) -> None: ...

@@ -144,7 +144,13 @@ def declare_parameters(*declared: Parameter) -> Callable[[Constructor], Construc
             argument = signature.parameters.get(parameter.name)
             if argument is None or argument.default != parameter.default:
                 raise TypeError(f"{target.__name__} needs an argument {parameter.name}={parameter.default!r}")
-            parameter.check(parameter.default)
+            if parameter.default is not None:  # None may stand for "off"
+                try:
+                    parameter.check(parameter.default)
+                except ValueError as error:
+                    raise ValueError(
+                        f"the default of a parameter of {target.__name__} is not allowed: {error}"
+                    ) from None
 
         @functools.wraps(call)
         def check_and_call(*args: Any, **kwargs: Any) -> Any:

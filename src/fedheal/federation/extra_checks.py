@@ -15,8 +15,8 @@ from fedheal.federation.replies import RejectedReply, TrainReply
 from fedheal.federation.reply_limits import (
     EXTRA_FACTOR,
     MAX_BUFFER,
+    MIN_NORMS,
     find_counter_jump,
-    find_far_buffers,
     find_far_norms,
     measure_norm,
 )
@@ -24,7 +24,8 @@ from fedheal.federation.reply_updates import view_flat
 from fedheal.local.term import Arrays
 
 COUNTS = frozenset({"measured_rounds"})  # these metrics differ by far between veterans and newcomers
-DIVISOR_FACTOR = 1e6  # below the median: no client trains so much less, and a step is divided by it
+# Running statistics of features in other units differ by less, and so do the steps of clients with little data.
+UNUSABLE_FACTOR = 1e6
 
 
 def check_extras(reply: TrainReply, layout: Layout, model: Packed) -> None:
@@ -76,7 +77,7 @@ def measure_buffer_moves(replies: Mapping[str, TrainReply], layout: Layout, mode
     def measure_move(reply: TrainReply) -> float:
         moves = (view_flat(reply.arrays[e.name]) - buffers[e.start : e.stop] for e in entries)
         with np.errstate(over="ignore", invalid="ignore"):  # the aggregator names buffers that are not finite
-            return math.hypot(*(float(np.linalg.norm(move)) for move in moves))
+            return math.hypot(*(float(np.linalg.norm(move.astype(np.float64))) for move in moves))
 
     return {client: measure_move(reply) for client, reply in replies.items()}
 
@@ -93,13 +94,24 @@ def find_unusable_extras(
         needs: The metrics that the method needs.
     """
     finite = {client: norm for client, norm in moved.items() if math.isfinite(norm)}  # the aggregator names the others
-    unusable = find_far_buffers(finite, measure_norm(model.buffers))
+    than = f"more than {UNUSABLE_FACTOR:g} times the median of this round and the norm of the buffers it was sent"
+    huge = _find_outliers(finite, least=measure_norm(model.buffers))
+    unusable = {
+        client: f"its buffers moved by {moved[client]:g}, {than}; max_norm sets another limit" for client in huge
+    }
     for name in sorted(POSITIVE.intersection(needs)):
         values = {c: reply.metrics[name] for c, reply in replies.items() if reply.metrics.get(name, 0.0) > 0}
-        tiny = find_far_norms({client: 1 / value for client, value in values.items()}, DIVISOR_FACTOR)
-        than = f"less than the median of this round by a factor of more than {DIVISOR_FACTOR:g}"
+        tiny = _find_outliers({client: 1 / value for client, value in values.items()})
+        than = f"less than the median of this round by a factor of more than {UNUSABLE_FACTOR:g}"
         unusable |= {client: f"its metric '{name}' = {values[client]:g} is {than}" for client in tiny}
     return unusable
+
+
+def _find_outliers(values: Mapping[str, float], least: float = 0.0) -> list[str]:
+    """Return the clients above the cohort's upper median, and above `least`, by `UNUSABLE_FACTOR`: fewer than half."""
+    ordered = sorted(values.values())
+    limit = UNUSABLE_FACTOR * max(ordered[len(ordered) // 2], least) if len(ordered) >= MIN_NORMS else math.inf
+    return [client for client, value in values.items() if value > limit]
 
 
 def find_far_extras(

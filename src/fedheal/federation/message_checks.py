@@ -157,18 +157,27 @@ def find_unusual(digests: Mapping[str, str], seen: SeenMessages, only_by_majorit
 
 
 def _find_culprits(clients: Sequence[str], try_absorb: Callable[[Sequence[str]], str | None]) -> dict[str, str]:
-    """Return the clients without whose messages `absorb` works, with the errors; few trials if it works with all."""
+    """Return the clients without whose messages `absorb` works, with the errors; few trials if it works with all.
+
+    If no such clients are found, the term may be at fault, and nobody is blamed.
+    """
     error = try_absorb(clients) if clients else None
     if error is None:
         return {}
     alone = {client: try_absorb([client]) for client in clients}
     errors = {client: why for client, why in alone.items() if why is not None}
     usable = [client for client in clients if client not in errors]
-    error = try_absorb(usable) if len(usable) > 2 else None
-    if error is not None:  # each works alone: is one of them at odds with all others?
-        odd = [client for client in usable if try_absorb([c for c in usable if c != client]) is None]
-        errors |= {client: error for client in odd if len(odd) == 1}
+    together = usable or clients  # if all fail alone, `absorb` may need several messages
+    error = try_absorb(together) if len(together) > 2 else None
+    if error is not None:  # is one of them at odds with all others?
+        odd = [client for client in together if try_absorb([c for c in together if c != client]) is None]
+        found = {client: error for client in odd if len(odd) == 1}
+        if not usable:
+            return found
+        errors |= found
         usable = [client for client in usable if client not in errors]
+    if not usable and len(clients) > 1:
+        return {}
     for client in list(errors):
         if usable and alone[client] is not None and try_absorb([*usable, client]) is None:  # it fails only alone
             usable.append(client)

@@ -8,9 +8,12 @@ from typing import Any
 from fedheal.core.clock import Clock
 from fedheal.federation.cohort import Cohort
 from fedheal.federation.replies import EvaluateReply
+from fedheal.federation.reply_limits import escape_text
 from fedheal.federation.round_summary import summarise_evaluations
 from fedheal.methods.server_step import StepOutcome, mean_train_loss
 from fedheal.runs.schema import RoundRecord
+
+MAX_REFUSAL = 1000  # characters of why a round is refused; an error of a user's term may quote what a client sent
 
 
 @dataclass(kw_only=True)
@@ -47,7 +50,7 @@ class OpenRound:
         if far_norms := {c: why for c, why in cohort.find_far_norms().items() if c in outcome.accepted}:
             self.report["far_norms"] = far_norms
         if outcome.is_refused:
-            self.report["unmoved"] = outcome.refusal
+            self.report["unmoved"] = escape_text(outcome.refusal, MAX_REFUSAL)
         weights = zip(clients, aggregated.weights.tolist(), strict=True)
         # Not by `skipped`: it also has strangers that use the name of a client who counts.
         self.weights = {client: weight for client, weight in weights if client in outcome.accepted}

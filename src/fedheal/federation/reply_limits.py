@@ -88,27 +88,6 @@ def find_far_norms(norms: Mapping[str, float], factor: float = NORM_FACTOR) -> d
     }
 
 
-def find_far_buffers(norms: Mapping[str, float], model_norm: float) -> dict[str, str]:
-    """Return the clients whose buffers would spoil those of all, with the reason.
-
-    A norm may be `EXTRA_FACTOR` times the cohort's median or the norm of the model's own buffers, whichever is larger. In first
-    rounds all buffers may move far beyond the model's; in late ones they hardly move, and a newcomer's still may. With the
-    model's norm a client that claims next to nothing cannot exclude the only other one.
-
-    Args:
-        norms: By client, the norm of its buffers' change.
-        model_norm: The norm of the buffers that the clients were sent.
-
-    >>> find_far_buffers({"a": 1.0, "b": 20.0, "c": 5e4}, model_norm=8.0)
-    {'c': 'its buffers moved by 50000, more than 1000 times the median of this round and the norm of the buffers it was sent'}
-    """
-    ordered = sorted(norms.values())
-    median = ordered[(len(ordered) - 1) // 2] if ordered else 0.0
-    limit = EXTRA_FACTOR * (max(median, model_norm) or 1.0)  # nothing has moved yet, and all buffers are 0
-    than = f"more than {EXTRA_FACTOR:g} times the median of this round and the norm of the buffers it was sent"
-    return {client: f"its buffers moved by {norm:g}, {than}" for client, norm in norms.items() if norm > limit}
-
-
 def find_diverged(norms: Mapping[str, float], model: Tensor) -> dict[str, str]:
     """Return the clients whose training has diverged, by the norms of their updates, with the reason.
 

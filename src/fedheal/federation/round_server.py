@@ -178,7 +178,7 @@ class RoundServer(Generic[K, R, O]):
 
     def make_step(self) -> ServerStep:
         """Return the fixed parts of the server step."""
-        return ServerStep(self.aggregator, self.server, self.terms, self.layout, self.num_rounds)
+        return ServerStep(self.aggregator, self.server, self.terms, self.layout, self.num_rounds, refuses_errors=True)
 
     def take_step(
         self, step: ServerStep, cohort: Cohort, num_clients: int, lost_slots: Collection[str] = ()

@@ -2,7 +2,8 @@
 
 import logging
 import secrets
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,9 @@ class FederationState(KnownClients):
 def restore_federation(**saved: Any) -> FederationState:
     """Return the state that a checkpoint holds."""
     saved.setdefault("tokens", dict.fromkeys(saved["accepted"], ""))  # of a version without tokens
+    if "used_digest" not in saved:  # likewise
+        counts = Counter(d for client, d in saved.get("message_digests", {}).items() if client in saved["accepted"])
+        saved["used_digest"] = counts.most_common(1)[0][0] if counts else ""
     return FederationState(**saved)
 
 
@@ -55,9 +59,14 @@ class NodeRound(OpenRound):
     evaluation_requests: OpenRequests = field(default_factory=lambda: OpenRequests({}))
 
     def record_training(
-        self, received: Sequence[ReceivedReply], cohort: Cohort, outcome: StepOutcome, federation: FederationState
+        self,
+        received: Sequence[ReceivedReply],
+        cohort: Cohort,
+        outcome: StepOutcome,
+        federation: FederationState,
+        connected: Collection[str],
     ) -> None:
-        """Record the server step in the round and in the federation's state."""
+        """Record the server step in the round and in the federation's state. `connected`: clients by name."""
         asked, heard = self.requests.nodes, {reply.node for reply in received}
         self.replied = len({reply.node for reply in received if not reply.message.has_error()} & asked.keys())
         # A name that has moved to another node counts once.
@@ -68,7 +77,10 @@ class NodeRound(OpenRound):
         problems = {reply.client: reply.problem for reply in received if reply.problem is not None}
         self.record_step(cohort, outcome, problems, missing)
         self._record_lost_states(received, outcome, federation)
-        federation.message_digests |= cohort.message_digests
+        # A node without a key may come back under ever new names: of clients that never counted only those connected matter.
+        names = {*federation.accepted, *outcome.absorbed, *connected}
+        digests = federation.message_digests | cohort.message_digests
+        federation.message_digests = {client: digest for client, digest in digests.items() if client in names}
         if outcome.absorbed and cohort.message_digests:
             federation.used_digest = cohort.message_digests[outcome.absorbed[0]]
         federation.accepted |= dict.fromkeys(outcome.absorbed, self.number)

@@ -16,13 +16,7 @@ from fedheal.core.updates import Updates
 from fedheal.federation.cohort import Cohort, CohortBuilder
 from fedheal.federation.message_checks import SeenMessages
 from fedheal.federation.replies import MissingRequirement, RejectedReply, TrainReply
-from fedheal.federation.reply_limits import (
-    MAX_COUNTER,
-    MAX_METRIC,
-    find_counter_jump,
-    find_diverged,
-    find_far_buffers,
-)
+from fedheal.federation.reply_limits import EXTRA_FACTOR, MAX_COUNTER, MAX_METRIC, find_counter_jump, find_diverged
 from fedheal.flower.messages import view_array
 from fedheal.flower.node_registry import ReceivedReply
 from fedheal.flower.reply_reader import read_train_metrics
@@ -109,6 +103,27 @@ class ScalarCohortBuilder(CohortBuilder[ReceivedReply]):
             metrics={name: [reply.metrics.get(name, math.nan) for reply in replies.values()] for name in names},
             domains=[reply.domain for reply in replies.values()],
         )
+
+
+def find_far_buffers(norms: Mapping[str, float], model_norm: float) -> dict[str, str]:
+    """Return the clients whose buffers would make the common range too coarse for the others', with the reason.
+
+    A norm may be `EXTRA_FACTOR` times the cohort's median or the norm of the model's own buffers, whichever is larger. In first
+    rounds all buffers may move far beyond the model's; in late ones they hardly move, and a newcomer's still may. With the
+    model's norm a client that claims next to nothing cannot exclude the only other one.
+
+    Args:
+        norms: By client, the norm of its buffers' change.
+        model_norm: The norm of the buffers that the clients were sent.
+
+    >>> find_far_buffers({"a": 1.0, "b": 20.0, "c": 5e4}, model_norm=8.0)
+    {'c': 'its buffers moved by 50000, more than 1000 times the median of this round and the norm of the buffers it was sent'}
+    """
+    ordered = sorted(norms.values())
+    median = ordered[(len(ordered) - 1) // 2] if ordered else 0.0
+    limit = EXTRA_FACTOR * (max(median, model_norm) or 1.0)  # nothing has moved yet, and all buffers are 0
+    than = f"more than {EXTRA_FACTOR:g} times the median of this round and the norm of the buffers it was sent"
+    return {client: f"its buffers moved by {norm:g}, {than}" for client, norm in norms.items() if norm > limit}
 
 
 def leave_out(cohort: Cohort, reasons: Mapping[str, str]) -> Cohort:

@@ -301,7 +301,8 @@ class FairStrategy(Strategy):
         outcome = self.rounds.take_step(
             self._make_step(cohort), cohort, num_clients, self.federation.select_valid(lost)
         )
-        current.record_training(received, cohort, outcome, self.federation)
+        connected = {name for node, name in self.registry.names.items() if node in current.connected}
+        current.record_training(received, cohort, outcome, self.federation, connected)
         current.log_problems(log)
         received_bytes = sum(count_bytes(m.content) for m in messages if m.has_content())
         self.rounds.count_bytes(current.bytes_sent, received_bytes)

@@ -315,7 +315,10 @@ class Term:
     def absorb(
         self, before: Packed, aggregated: Packed, messages: Sequence[Arrays], shared: Arrays, ctx: ServerContext
     ) -> tuple[Packed, Arrays]:
-        """Return the global model and the new shared values; `aggregated` is the model made from this round's updates."""
+        """Return the global model and the new shared values; `aggregated` is the model made from this round's updates.
+
+        Keep nothing on the term itself: a federation may call this several times in a round; see `check_message`.
+        """
         return aggregated, shared
 
     def evaluated(self, model: Packed, shared: Arrays, slots: Mapping[str, Arrays]) -> Packed:

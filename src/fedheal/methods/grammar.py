@@ -18,7 +18,7 @@ from fedheal.core.import_path import import_function
 from fedheal.core.parameter import Parameter, get_parameters
 
 IMPORT_PATH = re.compile(r"(?P<path>[A-Za-z_][\w.]*:[A-Za-z_]\w*)(:(?P<assignments>.*))?")
-CALL = re.compile(r"(?P<path>[\w.:-]+)\((?P<arguments>.*)\)")  # as in Python, which a name is not
+CALL = re.compile(r"(?P<path>[\w.:-]+)\((?P<arguments>[^()]*)\)")  # as in Python, which a name is not
 
 
 def describe_unknown_parameter(key: str, known: Collection[str]) -> str:

@@ -14,7 +14,7 @@ from fedheal.aggregate.reduce import is_finite
 from fedheal.aggregate.server_optimizer import Server, check_plain_server
 from fedheal.aggregate.stage import call_custom
 from fedheal.aggregate.validate import NON_FINITE, BadUpdate
-from fedheal.core.errors import name_if_custom, name_part
+from fedheal.core.errors import CustomPartError, name_if_custom, name_part
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.state import RunState, TermState
 from fedheal.core.updates import Updates
@@ -39,6 +39,9 @@ class ServerStep:
     terms: tuple[Term, ...]
     layout: Layout
     rounds: int  # of the run; 0 if that is unknown
+    refuses_errors: bool = (
+        False  # whether a user's term that raises costs the round, as in a federation, and not the run
+    )
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class StepOutcome:
     accepted: tuple[str, ...]  # the clients whose updates count
     absorbed: tuple[str, ...]  # the accepted clients that keep what the round's training left with them
     is_restarted: bool = False  # whether sums over the clients' slots began anew: no client may use its slot in them
-    refusal: str = ""  # why model or terms would not be finite: `state` then has the old ones, and the old optimiser
+    refusal: str = ""  # why model or terms cannot be used: `state` then has the old ones, and the old optimiser
 
     @property
     def is_refused(self) -> bool:
@@ -105,7 +108,12 @@ def apply_server_step(
     arguments = state.model, aggregated.model, state.server
     stepped, moments = call_custom("server optimiser", name, optimizer.apply, *arguments)
     restarts = any(term.sums_slots for term in step.terms) and not set(lost_slots).isdisjoint(accepted)
-    model, terms = _absorb(step, state, stepped, updates, aggregated, replies, accepted, num_clients, restarts)
+    try:
+        model, terms = _absorb(step, state, stepped, updates, aggregated, replies, accepted, num_clients, restarts)
+    except CustomPartError as error:
+        if not step.refuses_errors:
+            raise
+        return replace(kept, refusal=str(error))
     why = _find_overflow(step, model, stepped, aggregated, terms)
     if why:
         return replace(kept, refusal=why)
@@ -165,11 +173,14 @@ def _absorb(
             layout=step.layout,
             slots=slots,
         )
-        messages, shared = [replies[client].messages[i] for client in accepted], before.shared
+        messages, shared, received = [replies[client].messages[i] for client in accepted], before.shared, state.model
+        if step.refuses_errors and name_if_custom(type(term)):  # it may change what it is given before it raises
+            received = Packed(*(part.clone() for part in vars(received).values()))
+            shared = {name: tensor.clone() for name, tensor in shared.items()}
         if restarts and term.sums_slots:  # the round's model counts, but the sums begin as those of an empty cohort
             no_updates = Updates([], updates.no_rows, [])
             messages, shared, context = [], term.init(step.layout), replace(context, updates=no_updates)
-        model, shared = term.absorb(state.model, model, messages, shared, context)
+        model, shared = term.absorb(received, model, messages, shared, context)
         after.append(TermState(shared, slots))
     return model, tuple(after)
 
