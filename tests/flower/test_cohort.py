@@ -469,6 +469,32 @@ def test_one_bad_message_is_found_if_no_message_suffices_alone():
     assert strategy.state.terms[0].shared["rounds"].item() == 3
 
 
+class Versions:
+    """A part of a term that is no term itself."""
+
+    def absorb(self, before, aggregated, messages, shared, ctx):
+        if len({float(message["version"]) for message in messages}) > 1:
+            raise ValueError("versions differ")
+        return aggregated, shared
+
+
+class Mixed(Versions, Term):
+    def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
+        return {}, {"version": torch.ones(1)}
+
+
+def test_a_hook_that_a_term_inherits_from_another_class_costs_the_round_only():
+    sites = Sites(method=Method((Mixed(),), name="mine"), rounds=3)
+    strategy = sites.strategy(fraction_evaluate=0.0)
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        is_bad = node == BAD and strategy.rounds.current.number == 2
+        return [] if node not in (100, BAD) else OTHER_VERSION(reply) if is_bad else [reply]
+
+    strategy.start(sites.grid(spoil), sites.initial, num_rounds=3)
+    assert ["unmoved" in record.report for record in strategy.history] == [False, True, False]
+
+
 @pytest.mark.parametrize("bad", [{102}, {101, 102}])
 def test_a_round_whose_messages_are_at_odds_leaves_all_as_it_was(bad):
     """Of two clients, or of two pairs, nobody can say who is wrong. The round is lost, not the run."""
@@ -579,28 +605,46 @@ def test_newcomers_with_other_messages_cannot_stop_those_that_counted(present, b
 
 
 @pytest.mark.slow
-def test_one_node_under_ever_new_names_is_no_majority():
+def test_nodes_under_ever_new_names_are_no_majority():
     sites, junk = Sites(method="scaffold", rounds=6), set_message("junk", np.ones(1, np.float32))
     strategy = sites.strategy(fraction_evaluate=0.0, min_available_nodes=1)
     grid = sites.grid()
-    grid.contexts[200] = grid.contexts.pop(104)
-    grid.contexts.pop(103)
+    grid.contexts |= {200 + i: grid.contexts.pop(104 - i) for i in range(2)}
 
     def spoil(node: int, reply: Message) -> list[Message]:
         if node < 200:
             return [reply]
-        grid.contexts[node + 1] = grid.contexts.pop(node)  # it comes back under another id
+        grid.contexts[node + 2] = grid.contexts.pop(node)  # it comes back under another id
         reply.content["fedheal"]["client"] = f"evil-{node}"
         return junk(reply)
 
     grid.spoil = spoil
     strategy.start(grid, sites.initial, num_rounds=6)
     assert [len(record.weights) for record in strategy.history] == [3] * 6
-    assert [record.cohort for record in strategy.history] == [4] * 6
+    assert [record.cohort for record in strategy.history] == [5] * 6
+
+
+@pytest.mark.slow
+def test_clients_that_counted_count_when_they_are_away():
+    sites, junk = Sites(method="scaffold", rounds=4), set_message("junk", np.ones(1, np.float32))
+    strategy = sites.strategy(fraction_evaluate=0.0, min_available_nodes=1, max_empty_rounds=None)
+    grid = sites.grid()
+    newcomers = {node: grid.contexts.pop(node) for node in (103, 104)}
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        if strategy.rounds.current.number == 2 and node == 102:  # two of three leave, and two others come
+            for gone in (101, 102):
+                grid.contexts.pop(gone)
+            grid.contexts.update(newcomers)
+        return junk(reply) if node in newcomers else [reply]
+
+    grid.spoil = spoil
+    strategy.start(grid, sites.initial, num_rounds=4)
+    assert [sorted(record.weights) == [sites.names[0]] for record in strategy.history] == [False, False, True, True]
 
 
 def test_a_run_of_an_earlier_version_knows_what_was_used():
-    digests = {"a": "x", "b": "x", "stranger": "y"}
+    digests = {"a": "x", "b": "x"} | dict.fromkeys(["stranger", "other", "third"], "y")
     state = restore_federation(accepted={"a": 2, "b": 2}, message_digests=digests)
     assert state.used_digest == "x"
     assert restore_federation(accepted={}).used_digest == ""

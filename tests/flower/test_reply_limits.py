@@ -15,6 +15,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 
 from fedheal import Layout, aggregate
+from fedheal.core.layout import Packed
 from fedheal.federation.extra_checks import (
     check_extras,
     find_far_extras,
@@ -426,8 +427,8 @@ def test_buffers_that_would_spoil_those_of_all_cost_their_client_the_round(name,
     strategy, bad = run_with_bad_replies(far)
     assert strategy.history[1].report["skipped"][bad].startswith("its buffers moved by ")
     assert torch.equal(strategy.state.model.buffers, run_without_reply()[1])
-    strategy, bad = run_with_bad_replies(far, max_norm=1e9)  # the operator's own limit
-    assert strategy.history[1].report["skipped"] == {}
+    strategy, bad = run_with_bad_replies(far, max_norm=1e9)  # a limit of parameters
+    assert list(strategy.history[1].report["skipped"]) == [bad]
 
 
 @pytest.mark.parametrize("still", [1, 2])
@@ -438,6 +439,19 @@ def test_clients_whose_buffers_do_not_move_exclude_nobody_unless_they_are_the_ma
     model = Layout.of(torch.nn.BatchNorm1d(4)).pack(torch.nn.BatchNorm1d(4).state_dict())
     assert find_unusable_extras(replies, moved, model) == {}
     assert find_unusable_extras(replies, moved | {"x": 0.0, "y": 0.0}, model).keys() == set("abcd"[still : 2 * still])
+    assert find_unusable_extras(replies, {"a": 0.0, "b": 0.0, "c": 1e6}, model) == {}  # the sent buffers have norm 2
+    zeros = Packed(model.params, torch.zeros(8), model.counters)
+    assert find_unusable_extras(replies, {"a": 0.0, "b": 0.0, "c": 1e-3}, zeros) == {}
+
+
+def test_moves_of_float16_buffers_are_measured_without_overflow():
+    module = torch.nn.BatchNorm1d(4).half()
+    layout = Layout.of(module)
+    arrays = {name: tensor.numpy().copy() for name, tensor in module.state_dict().items()}
+    arrays["running_mean"] += np.float16(3e4)
+    reply = TrainReply("a", "a", arrays, 1, {}, (), None)
+    moved = measure_buffer_moves({"a": reply}, layout, layout.pack(module.state_dict()))["a"]
+    assert moved == pytest.approx(6e4, rel=1e-3)
 
 
 def test_half_of_the_clients_cannot_exclude_the_others_by_their_reach():

@@ -107,8 +107,7 @@ class CohortBuilder(Generic[R]):
             missing += needed
         missing_requirement = missing[0] if missing and not replies else None
         moved = measure_buffer_moves(replies, self.layout, state.model)
-        bounded = moved if self.requirements.skips_diverged else {}
-        unusable = find_unusable_extras(replies, bounded, state.model, self.requirements.needs)
+        unusable = find_unusable_extras(replies, moved, state.model, self.requirements.needs)
         skipped |= unusable
         replies = {client: reply for client, reply in sorted(replies.items()) if client not in unusable}
         skips_diverged = self.requirements.skips_diverged

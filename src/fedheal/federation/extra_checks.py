@@ -95,10 +95,8 @@ def find_unusable_extras(
     """
     finite = {client: norm for client, norm in moved.items() if math.isfinite(norm)}  # the aggregator names the others
     than = f"more than {UNUSABLE_FACTOR:g} times the median of this round and the norm of the buffers it was sent"
-    huge = _find_outliers(finite, least=measure_norm(model.buffers))
-    unusable = {
-        client: f"its buffers moved by {moved[client]:g}, {than}; max_norm sets another limit" for client in huge
-    }
+    huge = _find_outliers(finite, least=measure_norm(model.buffers) or 1.0)  # all may be 0, and only few may move
+    unusable = {client: f"its buffers moved by {moved[client]:g}, {than}" for client in huge}
     for name in sorted(POSITIVE.intersection(needs)):
         values = {c: reply.metrics[name] for c, reply in replies.items() if reply.metrics.get(name, 0.0) > 0}
         tiny = _find_outliers({client: 1 / value for client, value in values.items()})

@@ -35,6 +35,11 @@ class FederationState(KnownClients):
         states = ((r.client, r.state_round) for r in received if r.problem is None)
         return {c: n for c, n in states if n is not None and c in self.accepted and n != self.accepted[c]}
 
+    def forget_digests(self, connected: Collection[str]) -> None:
+        """Forget the digests of clients that never counted and are not connected."""
+        names = {*self.accepted, *connected}
+        self.message_digests = {client: digest for client, digest in self.message_digests.items() if client in names}
+
     def select_valid(self, lost: Iterable[str]) -> list[str]:
         """Return the lost states that still counted. A state from before the last restart is void already."""
         return [client for client in lost if self.accepted[client] > self.restarted]
@@ -59,14 +64,9 @@ class NodeRound(OpenRound):
     evaluation_requests: OpenRequests = field(default_factory=lambda: OpenRequests({}))
 
     def record_training(
-        self,
-        received: Sequence[ReceivedReply],
-        cohort: Cohort,
-        outcome: StepOutcome,
-        federation: FederationState,
-        connected: Collection[str],
+        self, received: Sequence[ReceivedReply], cohort: Cohort, outcome: StepOutcome, federation: FederationState
     ) -> None:
-        """Record the server step in the round and in the federation's state. `connected`: clients by name."""
+        """Record the server step in the round and in the federation's state."""
         asked, heard = self.requests.nodes, {reply.node for reply in received}
         self.replied = len({reply.node for reply in received if not reply.message.has_error()} & asked.keys())
         # A name that has moved to another node counts once.
@@ -77,10 +77,7 @@ class NodeRound(OpenRound):
         problems = {reply.client: reply.problem for reply in received if reply.problem is not None}
         self.record_step(cohort, outcome, problems, missing)
         self._record_lost_states(received, outcome, federation)
-        # A node without a key may come back under ever new names: of clients that never counted only those connected matter.
-        names = {*federation.accepted, *outcome.absorbed, *connected}
-        digests = federation.message_digests | cohort.message_digests
-        federation.message_digests = {client: digest for client, digest in digests.items() if client in names}
+        federation.message_digests |= cohort.message_digests
         if outcome.absorbed and cohort.message_digests:
             federation.used_digest = cohort.message_digests[outcome.absorbed[0]]
         federation.accepted |= dict.fromkeys(outcome.absorbed, self.number)

@@ -301,8 +301,7 @@ class FairStrategy(Strategy):
         outcome = self.rounds.take_step(
             self._make_step(cohort), cohort, num_clients, self.federation.select_valid(lost)
         )
-        connected = {name for node, name in self.registry.names.items() if node in current.connected}
-        current.record_training(received, cohort, outcome, self.federation, connected)
+        current.record_training(received, cohort, outcome, self.federation)
         current.log_problems(log)
         received_bytes = sum(count_bytes(m.content) for m in messages if m.has_content())
         self.rounds.count_bytes(current.bytes_sent, received_bytes)
@@ -453,6 +452,8 @@ class FairStrategy(Strategy):
         return received
 
     def _build_cohort(self, valid: list[ReceivedReply], current: NodeRound) -> Cohort:
+        # A node without a key may come back under ever new names: of clients that never counted only those connected matter.
+        self.federation.forget_digests({self.registry.get_name(node) for node in current.connected})
         seen = SeenMessages(self.federation.message_digests, self.federation.used_digest)
         return self.rounds.build_cohort(valid, seen, partial(self._count_clients, current))
 

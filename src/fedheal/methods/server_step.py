@@ -180,7 +180,8 @@ def _absorb(
         if restarts and term.sums_slots:  # the round's model counts, but the sums begin as those of an empty cohort
             no_updates = Updates([], updates.no_rows, [])
             messages, shared, context = [], term.init(step.layout), replace(context, updates=no_updates)
-        model, shared = term.absorb(received, model, messages, shared, context)
+        arguments = received, model, messages, shared, context
+        model, shared = call_custom("term", name_if_custom(type(term)), term.absorb, *arguments)
         after.append(TermState(shared, slots))
     return model, tuple(after)
 
