@@ -462,6 +462,24 @@ class Together(Term):
 OTHER_VERSION = set_message("version", np.array([7.0], np.float32))
 
 
+class Counted(Term):
+    """A user's term that needs eight examples in all, of which a client has five, and versions that agree."""
+
+    def finish(self, ctx: Context, local: Packed) -> tuple[Arrays, Arrays]:
+        return {}, {"sent": torch.tensor([5.0, 1.0])}  # the examples and the version
+
+    def absorb(self, before, aggregated, messages, shared, ctx):
+        counts, versions = torch.stack([message["sent"] for message in messages]).T
+        if counts.sum() < 8 or len(versions.unique()) > 1:
+            raise ValueError("too few examples, or versions differ")
+        return aggregated, shared
+
+
+def test_a_message_that_suffices_alone_does_not_leave_out_most_clients():
+    strategy, bad = train_with(Counted(), set_message("sent", np.array([100.0, 7.0], np.float32)))
+    assert [record.report["skipped"].keys() for record in strategy.history] == [{bad}] * 3
+
+
 def test_one_bad_message_is_found_if_no_message_suffices_alone():
     strategy, bad = train_with(Together(), OTHER_VERSION)
     assert [record.report["skipped"].keys() for record in strategy.history] == [{bad}] * 3

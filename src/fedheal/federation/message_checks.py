@@ -167,6 +167,8 @@ def _find_culprits(clients: Sequence[str], try_absorb: Callable[[Sequence[str]],
     alone = {client: try_absorb([client]) for client in clients}
     errors = {client: why for client, why in alone.items() if why is not None}
     usable = [client for client in clients if client not in errors]
+    if usable and len(errors) > len(usable) and try_absorb(list(errors)) is None:  # most clients need each other
+        return dict.fromkeys(usable, error)
     together = usable or clients  # if all fail alone, `absorb` may need several messages
     error = try_absorb(together) if len(together) > 2 else None
     if error is not None:  # is one of them at odds with all others?
