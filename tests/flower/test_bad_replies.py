@@ -38,6 +38,14 @@ def set_metrics(metrics: dict[str, float | list[float]]) -> Callable[[Message], 
     return spoil
 
 
+def set_message(name: str, values: np.ndarray) -> Callable[[Message], list[Message]]:
+    def spoil(reply: Message) -> list[Message]:
+        reply.content["fedheal.messages"][f"0.{name}"] = Array(np.asarray(values))
+        return [reply]
+
+    return spoil
+
+
 def set_metric(name: str, value: float | list[float]) -> Callable[[Message], list[Message]]:
     return set_metrics({name: value})
 
