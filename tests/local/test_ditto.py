@@ -68,7 +68,7 @@ def test_reading_a_trains_the_global_model_as_fedavg_does(lam: float) -> None:
     assert is_same(first.model, second.model)
 
 
-def test_what_is_judged_is_the_weighted_mean_of_the_personal_models() -> None:
+def test_the_evaluated_model_is_the_weighted_mean_of_the_personal_models() -> None:
     fed = make_federation(method="ditto")
     state = run_rounds(fed, 3)
     shares = {client: len(split) for client, split in fed.local_training.examples.items()}
@@ -100,6 +100,16 @@ def test_a_sum_in_parts_has_the_bits_of_the_whole(clients: int, monkeypatch: pyt
     u = np.random.default_rng(0).dirichlet(np.ones(clients))
     whole = (torch.from_numpy(u)[:, None] * vectors.double()).sum(dim=0).float()
     assert torch.equal(ditto._average(list(vectors), u), whole)
+
+
+def test_reading_b_keeps_the_dtype_of_the_model() -> None:
+    """A client may send its personal model in another dtype."""
+    none = {"buffers": torch.empty(0, dtype=torch.float64)}
+    before = Packed(torch.ones(1), torch.empty(0), torch.empty(0, dtype=torch.int64))
+    messages = [{"params": torch.full((1,), 3.0, dtype=torch.float64), **none}]
+    model, _ = absorb_updates(Ditto(feedback=True), before, {"a": torch.ones(1)}, messages, {}, weights=[1.0])
+    assert (model.params.dtype, model.buffers.dtype) == (torch.float32, torch.float32)
+    assert model.params.tolist() == [3.0]
 
 
 def test_reading_b_sends_the_mean_of_the_personal_models_back() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedheal.core.layout import Layout
 from fedheal.core.pixels import get_pixel_scale
 from fedheal.data.augment import normalise_images
 from fedheal.local import feddg
@@ -139,7 +140,6 @@ GOOD = torch.rand(2, 3, 3, 3)
         (GOOD.double(), r"must be float32 of shape \(2, 3, k, k\), got torch.float64"),
         (GOOD[0], r"got torch.float32 of shape \(3, 3, 3\)"),
         (GOOD[:1], r"got torch.float32 of shape \(1, 3, 3, 3\)"),
-        (torch.rand(2, 3, 5, 5), r"spectra of the shapes \(2, 3, 3, 3\) and \(2, 3, 5, 5\): use images of one size"),
         (GOOD - 1, "must be from 0 to 1"),
         (GOOD + 1, "must be from 0 to 1"),
         (GOOD * torch.nan, "must be from 0 to 1"),
@@ -148,7 +148,14 @@ GOOD = torch.rand(2, 3, 3, 3)
 def test_spectra_that_cannot_be_used_are_refused(bad: Tensor, reason: str) -> None:
     """A federation then skips the client."""
     with pytest.raises(ValueError, match=reason):
-        absorb_spectra([{"amplitudes": GOOD}, {"amplitudes": bad}], {})
+        FedDG(spectra=2).check_message({"amplitudes": bad}, {}, Layout.flat(1))
+
+
+def test_spectra_of_two_sizes_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"spectra of the shapes \(2, 3, 3, 3\) and \(2, 3, 5, 5\): use images of one size"
+    ):
+        absorb_spectra([{"amplitudes": GOOD}, {"amplitudes": torch.rand(2, 3, 5, 5)}], {})
 
 
 def test_a_bank_of_images_of_another_size_is_not_mixed_with() -> None:

@@ -106,7 +106,10 @@ def find_unusable_extras(
 
 
 def _find_outliers(values: Mapping[str, float], least: float = 0.0) -> list[str]:
-    """Return the clients above the cohort's upper median, and above `least`, by `UNUSABLE_FACTOR`: fewer than half."""
+    """Return the clients whose value is more than `UNUSABLE_FACTOR` times the cohort's upper median, and than `least`.
+
+    They are fewer than half.
+    """
     ordered = sorted(values.values())
     limit = UNUSABLE_FACTOR * max(ordered[len(ordered) // 2], least) if len(ordered) >= MIN_NORMS else math.inf
     return [client for client, value in values.items() if value > limit]

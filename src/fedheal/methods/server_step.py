@@ -39,9 +39,8 @@ class ServerStep:
     terms: tuple[Term, ...]
     layout: Layout
     rounds: int  # of the run; 0 if that is unknown
-    refuses_errors: bool = (
-        False  # whether a user's term that raises costs the round, as in a federation, and not the run
-    )
+    # Whether an error that a user's term raises costs the round, as in a federation, and not the run.
+    refuses_errors: bool = False
 
 
 @dataclass(frozen=True)
