@@ -348,7 +348,8 @@ def describe_time(runs: Sequence[Run]) -> str:
     """Say how long the rounds of all runs took."""
     minutes = sum(sum(record.seconds.values()) for run in runs for record in run.records) / 60
     count = f"{len(runs)} run" + "s" * (len(runs) > 1)
-    return f"The rounds of {count} took {minutes:,.0f} minutes by their records. Runs that shared a GPU count in full."
+    took = "a minute" if round(minutes) == 1 else f"{minutes:,.0f} minutes"
+    return f"The rounds of {count} took {took} by their records. Runs that shared a GPU count in full."
 
 
 def _list_open_rows(entries: Sequence[RecipeRow], runs: Sequence[Run], data: str) -> list[str]:
