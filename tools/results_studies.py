@@ -168,7 +168,8 @@ STUDIES = (
     Study(
         "public-images-parts",
         "Parts of FCCL and FCCL+ on embedded",
-        "The same examples in four rounds, without the steps on public images (`public_lr=0`) or without the teacher (`inter=0`).",
+        "The same examples in four rounds, without the steps on public images (`public_lr=0`) or without the teacher "
+        "(`inter=0`).",
         _list_methods("fedavg", "fccl", "fccl:public_lr=0.0", "fcclplus:public_lr=0.0", "fcclplus:inter=0.0"),
         "fedavg",
         range(10),
