@@ -106,6 +106,21 @@ def test_what_the_findings_say_is_what_was_found(data, heading):
     assert {label: numbers for label, *numbers in rows if label in expected} == expected
 
 
+def test_the_rows_of_table_1_in_the_findings_are_those_of_the_results():
+    findings, results = (
+        (ROOT / page).read_text(encoding="utf-8") for page in ("docs/findings.md", "results/README.md")
+    )
+    section = findings.partition("## FedProx and SCAFFOLD on Digits\n")[2].partition("\n## ")[0]
+    table1 = results.partition("## Table 1 on digits\n")[2].partition("\n## ")[0]
+    header, _, *rows = (line for line in section.splitlines() if line.startswith("|"))
+    assert header == "| percent, seed 0 | MNIST | USPS | SVHN | stand-in | AVG | STD |"
+    assert len(rows) == 6
+    for row in rows:
+        label, *domains, avg, std = (cell.strip() for cell in row.strip("|").split("|"))
+        no_syn = ""
+        assert " | ".join(["\n| " + label, "ours", *domains, no_syn, avg, std, ""]) in table1
+
+
 def test_the_rows_of_the_readme_are_those_of_the_results():
     readme, results = ((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "results/README.md"))
     table = readme.partition("<!-- from results/README.md -->\n")[2].partition("\n\n")[0].splitlines()
