@@ -9,7 +9,9 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,6 +57,7 @@ def assert_refused(benchmark, capsys, message, name, *words):
         ([*TINY, "--repeats", "0"], "repeats = 0: a spread needs at least 2"),
         ([*TINY, "--repeats", "1"], "repeats = 1: a spread needs at least 2"),
         ([*TINY, "--at-a-time", "0"], "at-a-time = 0: use 1 or more"),
+        ([*TINY, "--vary", "seed", "init_seed=3"], "init_seed cannot be given as init_seed=3"),
     ],
 )
 def test_agreement_of_nothing_is_a_sentence(benchmark, capsys, words, message):
@@ -62,12 +65,35 @@ def test_agreement_of_nothing_is_a_sentence(benchmark, capsys, words, message):
 
 
 @pytest.mark.slow
-def test_agreement_says_that_a_cpu_has_nothing_to_compare(benchmark, capsys):
-    benchmark("agreement", *TINY, "--repeats", "2", "--at-a-time", "1", "rounds=1")
+@pytest.mark.parametrize(("varied", "what"), [("lr", "2 repeats of one seed"), ("seed", "2 seeds")])
+def test_agreement_says_that_a_cpu_has_nothing_to_compare(benchmark, capsys, varied, what):
+    benchmark("agreement", *TINY, "--repeats", "2", "--at-a-time", "1", "--vary", varied, "rounds=1")
     out = capsys.readouterr().out
+    assert what in out.splitlines()[0]
     assert "| serial | " in out
     assert "lanes |" not in out
     assert out.splitlines()[-1] == "Nothing is compared: a CPU has one engine, and lanes need a GPU."
+
+
+@pytest.mark.parametrize(("varied", "fields"), [("lr", {"lr"}), ("seed", {"init_seed", "batch_seed"})])
+def test_the_repeats_of_an_agreement_differ_in_what_is_varied_alone(monkeypatch, varied, fields):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    options = SimpleNamespace(vary=varied, repeats=3)
+    changes = importlib.import_module("agreement").list_changes(options, lr=0.1)
+    assert [set(change) for change in changes] == [fields] * 3
+    assert len({tuple(change.values()) for change in changes}) == 3
+
+
+def test_an_agreement_over_seeds_compares_pairs(monkeypatch):
+    """Seeds that differ by 10 points hide a difference of 1 between two engines, unless each pair is subtracted."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    compare = importlib.import_module("agreement").compare
+    first = np.array([[50.0], [60.0], [70.0], [80.0]])
+    second = first - np.array([[1.1], [0.9], [1.0], [1.0]])
+    for paired, is_shown in ((True, True), (False, False)):
+        difference, p_values = compare(first, second, paired)
+        assert difference == pytest.approx([1.0])
+        assert (p_values < 0.05).tolist() == [is_shown]
 
 
 @pytest.mark.parametrize(
