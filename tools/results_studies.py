@@ -117,6 +117,16 @@ STUDIES = (
         {"clients_per_domain": 1, "rounds": 10, "epochs": 1, "lr": 0.005},
         folder="local-methods",
     ),
+    Study(
+        "drift-correction",
+        "FedProx and SCAFFOLD with and without FedHEAL on embedded",
+        "On Digits with one seed SCAFFOLD leads FedHEAL and uniform weights in AVG and STD. These runs ask whether it does so "
+        "here, by the data set's own protocol. The seeds are new. The rows and the tests were fixed before the runs.",
+        _list_methods("fedavg+uniform", "fedavg+fedheal", "fedprox", "fedprox+fedheal", "scaffold", "scaffold+fedheal"),
+        "fedavg+uniform",
+        range(16, 26),
+        folder="drift-correction",
+    ),
     *(
         Study(
             f"rate-{rate}",
