@@ -1,7 +1,7 @@
 """Run the rows of the results, collect them into results/, and write results/README.md  (make results)
 
 python tools/results.py run --data digits --seconds 540 data_root=digits.export
-python tools/results.py run --recipe confirmation --data digits --seeds 8-15
+python tools/results.py run --recipe confirmation-scaffold --data digits --seeds 1,2,8-13
 python tools/results.py collect --runs runs/results
 python tools/results.py table
 
@@ -31,7 +31,7 @@ from fedheal.runs.folder import read_rounds, write_text
 from fedheal.runs.schema import RoundRecord
 from fedheal.simulate.experiment import Experiment, parse_overrides
 from fedheal.simulate.progress import format_accuracy
-from results_confirmation import write_confirmation
+from results_confirmation import write_confirmations
 from results_data import UNFINISHED, read_experiment, read_run
 from results_page import write_page
 from results_plan import CAMPAIGNS
@@ -222,7 +222,7 @@ def write_table(options: argparse.Namespace) -> int:
 
 def make_page(results: Path) -> str:
     """Return the page as Markdown."""
-    parts = [*write_table1(results), *write_studies(results), *write_confirmation(results)]
+    parts = [*write_table1(results), *write_studies(results), *write_confirmations(results)]
     return write_page(CAMPAIGNS["headline"].recipe, list_data_sets(results)) + "".join(f"\n{part}\n" for part in parts)
 
 

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import results_confirmation
 import results_table1
 from fedheal.reproduce import RECIPES
 from fedheal.reproduce.plans import Recipe
 from fedheal.runs.schema import FREE
 from fedheal.simulate.experiment import Experiment
+from results_confirmation import CONFIRMATIONS, ROUNDS
 from results_studies import DATA, STUDIES
 
 # A run may differ from the plan in these settings, because the tables show them.
@@ -26,14 +26,14 @@ class Campaign:
         recipe: The rows.
         settings: By data set, settings beside those of its protocol.
         folder: Where the runs are kept, below results/.
-        seeds: The seeds that belong to it; None for all.
+        seeds: The seeds that belong to it, by data set; None for all.
         may_differ: The settings in which a run may differ from the plan.
     """
 
     recipe: Recipe
     settings: Mapping[str, Mapping[str, Any]]
     folder: str = ""
-    seeds: Collection[int] | None = None
+    seeds: Mapping[str, Collection[int]] | None = None
     may_differ: frozenset[str] = MAY_DIFFER
 
     def get_settings(self, data: str) -> Mapping[str, Any]:
@@ -54,7 +54,7 @@ class Campaign:
         names = {Experiment.of({"method": row.method, "data": data}).method_name for row in self.recipe.list_rows(data)}
         if experiment.method_name not in names:
             return f"{experiment.method_name} is not in the plan"
-        if self.seeds is not None and experiment.seed not in self.seeds:
+        if self.seeds is not None and experiment.seed not in self.seeds[data]:
             return f"seed {experiment.seed} is not in the plan"
         planned = Experiment.of({**self.settings[data], "data": data, "method": experiment.method}).to_dict()
         found = experiment.to_dict()
@@ -68,22 +68,27 @@ HEADLINE = Campaign(
 )
 CAMPAIGNS = {
     "headline": HEADLINE,
-    "confirmation": Campaign(
-        results_confirmation.RECIPE,
-        {d: {**HEADLINE.settings.get(d, {}), "rounds": n} for d, n in results_confirmation.ROUNDS.items()},
-        results_confirmation.FOLDER,
-        results_confirmation.SEEDS,
-        MAY_DIFFER - {"rounds"},
-    ),
+    **{
+        confirmation.folder: Campaign(
+            confirmation.recipe,
+            {data: {**HEADLINE.settings.get(data, {}), "rounds": ROUNDS[data]} for data in confirmation.seeds},
+            confirmation.folder,
+            confirmation.seeds,
+            MAY_DIFFER - {"rounds"},
+        )
+        for confirmation in CONFIRMATIONS
+    },
     "table1": Campaign(
         RECIPES["table1"],
         {"digits": HEADLINE.settings["digits"]},
         results_table1.FOLDER,
-        (results_table1.SEED,),
+        {"digits": (results_table1.SEED,)},
         MAY_DIFFER - {"rounds"},
     ),
     **{
-        study.name: Campaign(study.recipe, {DATA: study.settings}, study.folder, study.seeds, MAY_DIFFER - {"rounds"})
+        study.name: Campaign(
+            study.recipe, {DATA: study.settings}, study.folder, {DATA: study.seeds}, MAY_DIFFER - {"rounds"}
+        )
         for study in STUDIES
     },
 }

@@ -11,9 +11,7 @@ from typing import Any
 from fedheal.reproduce import RECIPES
 from fedheal.reproduce.plans import Recipe, RecipeRow
 from fedheal.simulate.experiment import Experiment
-from results_confirmation import CHOSEN, WITH_ADAM
-from results_confirmation import FOLDER as CONFIRMATION
-from results_confirmation import SEEDS as CONFIRMATION_SEEDS
+from results_confirmation import OF_SEARCH
 from results_data import Run, read_runs
 from results_page import (
     TEST_COLUMNS,
@@ -76,7 +74,7 @@ def _list_all_methods() -> list[RecipeRow]:
         RecipeRow("FedPW", "fedpw"),
         RecipeRow("AFL + FPHL", "fedavg+afl+fphl"),
     ]
-    return [*headline, *combinations, WITH_ADAM, CHOSEN]
+    return [*headline, *combinations, *OF_SEARCH.others, OF_SEARCH.chosen]
 
 
 def _list_methods(*names: str) -> list[RecipeRow]:
@@ -93,9 +91,9 @@ STUDIES = (
         "six comparisons, and not among more.",
         _list_all_methods(),
         "uniform weights",
-        CONFIRMATION_SEEDS,
+        OF_SEARCH.seeds[DATA],
         tested=("FedAvg", "uniform weights", "FedHEAL (paper)", "AFL"),
-        other_folders=(CONFIRMATION,),
+        other_folders=(OF_SEARCH.folder,),
     ),
     Study(
         "tutorial",
@@ -126,6 +124,17 @@ STUDIES = (
         "fedavg+uniform",
         range(16, 26),
         folder="drift-correction",
+    ),
+    Study(
+        "drift-correction-parts",
+        "What of FedHEAL fails with SCAFFOLD on embedded",
+        "`scaffold+fedheal` fails in the runs above. These runs of the same seeds have its parts alone, and controls with the "
+        "weights of the average (`fair_controls=p`).",
+        _list_methods("scaffold", "scaffold+fael", "scaffold+fphl", "scaffold:fair_controls=p+fedheal"),
+        "scaffold",
+        range(16, 26),
+        folder="drift-correction-parts",
+        other_folders=("drift-correction",),
     ),
     *(
         Study(

@@ -36,8 +36,8 @@ def test_controls_of_the_headline_and_runs_of_the_confirmation_are_compared(conf
     make_runs(tmp_path / "digits", "fedavg+uniform", 0.0, (0, 8, 9, 10))  # seed 0 is not planned
     make_runs(tmp_path / "digits", "fedavg+fedheal", 1.0, (8, 9))
     make_runs(tmp_path / "digits", "fedavg", 5.0, (8, 9))  # not a row of the confirmation
-    make_runs(tmp_path / "confirmation" / "digits", confirmation.CHOSEN.method, 2.0, (8, 9))
-    page = "\n".join(confirmation.write_confirmation(tmp_path))
+    make_runs(tmp_path / "confirmation" / "digits", confirmation.OF_SEARCH.chosen.method, 2.0, (8, 9))
+    page = "\n".join(confirmation.write_confirmations(tmp_path))
     assert "| percent, mean of seeds 8, 9 | AVG | STD | worst | runs with seeds |" in page
     assert "| uniform weights | 72.50 | " in page
     assert "| the chosen method | 74.50 | " in page
@@ -45,35 +45,36 @@ def test_controls_of_the_headline_and_runs_of_the_confirmation_are_compared(conf
     assert "| FedHEAL (paper) | AVG | -1.00 | -1.00 to -1.00 | 0 of 2 | 1.000 | 1.000 |" in page
     assert "Holm's correction over 4 comparisons" in page
     assert "The rounds of 7 runs took 23 minutes by their records." in page  # 200 rounds of a second each
-    assert (
-        "Open are 25 of 32 runs (`python tools/results.py run --recipe confirmation --data digits --seeds 8-15`" in page
-    )
+    command = "python tools/results.py run --recipe confirmation --data digits --seeds 8,9,10,11,12,13,14,15"
+    assert f"Open are 25 of 32 runs (`{command}`, then `collect`)" in page
     assert "- uniform weights: seeds 11, 12, 13, 14, 15\n" in page
     assert "- the chosen method: seeds 10, 11, 12, 13, 14, 15" in page
 
 
 def test_a_control_that_is_better_on_some_seeds_is_counted(confirmation, tmp_path):
-    make_runs(tmp_path / "confirmation" / "digits", confirmation.CHOSEN.method, 1.0, range(8, 16))
+    make_runs(tmp_path / "confirmation" / "digits", confirmation.OF_SEARCH.chosen.method, 1.0, range(8, 16))
     make_runs(tmp_path / "digits", "fedavg+uniform", 0.0, range(8, 15))
     make_runs(tmp_path / "digits", "fedavg+uniform", 4.0, (15,))
-    page = "\n".join(confirmation.write_confirmation(tmp_path))
+    page = "\n".join(confirmation.write_confirmations(tmp_path))
     assert "| uniform weights | AVG | -0.50 | " in page
     assert "| 1 of 8 |" in page
 
 
 def test_runs_with_other_rounds_are_no_part_of_it(confirmation, tmp_path):
-    make_runs(tmp_path / "confirmation" / "digits", confirmation.CHOSEN.method, 1.0, (8,), rounds=20)
-    assert confirmation.write_confirmation(tmp_path) == []
+    make_runs(tmp_path / "confirmation" / "digits", confirmation.OF_SEARCH.chosen.method, 1.0, (8,), rounds=20)
+    assert confirmation.write_confirmations(tmp_path) == []
 
 
 def test_a_finished_confirmation_says_so(confirmation, tmp_path):
-    for row in confirmation.list_rows("digits"):
+    for row in confirmation.OF_SEARCH.list_rows("digits"):
         make_runs(tmp_path / "confirmation" / "digits", row.method, 0.0, range(8, 16))
-    assert "All 32 runs are finished." in confirmation.write_confirmation(tmp_path)
+    assert "All 32 runs are finished." in confirmation.write_confirmations(tmp_path)
 
 
 def test_fedheal_has_the_papers_tau(confirmation):
-    methods = {data: [row.method for row in confirmation.list_rows(data)] for data in ("digits", "office-caltech")}
+    methods = {
+        data: [row.method for row in confirmation.OF_SEARCH.list_rows(data)] for data in ("digits", "office-caltech")
+    }
     assert methods["digits"][1] == "fedavg+fedheal"
     assert methods["office-caltech"][1] == "fedavg+fedheal:tau=0.4"
 
@@ -90,7 +91,7 @@ def test_fedheal_has_the_papers_tau(confirmation):
     ],
 )
 def test_collecting_knows_the_runs_of_the_confirmation(tool, confirmation, fields, expected):
-    planned = {"data": "digits", "method": confirmation.CHOSEN.method, "seed": 9, "rounds": 200}
+    planned = {"data": "digits", "method": confirmation.OF_SEARCH.chosen.method, "seed": 9, "rounds": 200}
     departure = tool.CAMPAIGNS["confirmation"].find_departure(Experiment(**planned | fields))
     assert (departure == "") is expected
 
@@ -119,11 +120,18 @@ def test_the_least_final_p_is_reached_by_clear_gains_and_never_undercut(confirma
 def test_the_page_says_when_yes_is_excluded(confirmation, tmp_path):
     for gain, seed in ((1.0, 8), (1.0, 9), (-1.5, 10)):  # on the worst domain: in AVG and in STD
         domains = START | {"syn_standin": START["syn_standin"] + gain}
-        make_run(tmp_path / "confirmation" / "digits", "digits", confirmation.CHOSEN.method, domains, 200, seed=seed)
+        make_run(
+            tmp_path / "confirmation" / "digits",
+            "digits",
+            confirmation.OF_SEARCH.chosen.method,
+            domains,
+            200,
+            seed=seed,
+        )
     make_runs(tmp_path / "digits", "fedavg+uniform", 0.0, (8, 9))
-    assert "not *yes*" not in "\n".join(confirmation.write_confirmation(tmp_path))
+    assert "not *yes*" not in "\n".join(confirmation.write_confirmations(tmp_path))
     make_runs(tmp_path / "digits", "fedavg+uniform", 0.0, (10,))
-    page = "\n".join(confirmation.write_confirmation(tmp_path))
+    page = "\n".join(confirmation.write_confirmations(tmp_path))
     # Four flips of 1, 1, -1.5 have a sum of at least 0.5, and so do their mirror images below -0.5: p is at least 8 / 256, and
     # twice that for the last two comparisons of Holm's correction.
     assert "**The answer is not *yes*.**" in page
@@ -139,6 +147,24 @@ def test_a_longer_run_of_the_headline_leaves_the_confirmations_run(tool, confirm
         words = ["collect", "--runs", str(tmp_path / f"runs{rounds}"), "--results", str(tmp_path / "results")]
         assert tool.main(words) == 0
     assert "with 200 rounds in place of 100" in capsys.readouterr().out
-    (run,) = confirmation.read_confirmation(tmp_path / "results", "office-caltech", 100)
+    (run,) = confirmation.read_confirmation(confirmation.OF_SEARCH, tmp_path / "results", "office-caltech")
     assert run.folder.parent == tmp_path / "results" / "confirmation" / "office-caltech"
     assert run.experiment.rounds == 100
+
+
+def test_scaffold_has_seeds_of_its_own_on_each_data_set(tool, confirmation, tmp_path):
+    make_runs(tmp_path / "digits", "fedavg+uniform", 0.0, (0, 1, 2, 8))  # seed 0 is not planned
+    assert confirmation.write_confirmation(confirmation.OF_SCAFFOLD, tmp_path) == []  # SCAFFOLD itself has not begun
+    make_runs(tmp_path / "confirmation-scaffold" / "digits", "scaffold", 2.0, (1, 2))
+    page = "\n".join(confirmation.write_confirmations(tmp_path))
+    assert "| uniform weights | 72.50 | 28.72 | 30.00 | 1, 2, 8 |" in page
+    assert "| uniform weights | AVG | -2.00 | -2.00 to -2.00 | 0 of 2 | 1.000 | 1.000 |" in page
+    command = "python tools/results.py run --recipe confirmation-scaffold --data digits --seeds 1,2,8,9,10,11,12,13"
+    assert f"Open are 19 of 24 runs (`{command}`, then `collect`)" in page
+    find_departure = tool.CAMPAIGNS["confirmation-scaffold"].find_departure
+    digits = Experiment(data="digits", method="scaffold", rounds=200, seed=13)
+    office = Experiment(data="office-caltech", method="scaffold", rounds=100, seed=0, allow_missing=True)
+    for experiment, other_seed in ((digits, 0), (office, 15)):
+        assert find_departure(experiment) == ""
+        departure = find_departure(experiment.model_copy(update={"seed": other_seed}))
+        assert departure == f"seed {other_seed} is not in the plan"

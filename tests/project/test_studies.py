@@ -118,6 +118,8 @@ def test_pictures_have_the_methods_in_their_order(studies, tmp_path):
     ("name", "guide", "heading"),
     [
         ("embedded", "findings", "## The embedded digits\n"),
+        ("drift-correction", "findings", "## SCAFFOLD on the embedded digits\n"),
+        ("drift-correction-parts", "findings", "## FedHEAL's parts with SCAFFOLD\n"),
         ("local-methods", "findings", "## FedDG, FedSAM, FedLESAM and FedISM\n"),
         ("server-optimisers", "findings", "## Server optimisers\n"),
         ("public-images", "methods", "### `fcclplus`\n"),
