@@ -486,6 +486,23 @@ def test_a_stand_in_is_named_and_what_an_independent_version_found_stands_beside
     assert "|  | paper | 89.84 | 93.25 | 79.54 |  | 41.35 | 76.00 | 23.82 |  |" in page
 
 
+def test_means_and_tests_are_repeated_without_the_stand_in(page_tool, tmp_path):
+    """A method that gains on the stand-in alone has no gain without it."""
+    for seed in range(3):
+        domains = {"mnist": 90.0, "usps": 90.0, "svhn": 81.0 + seed, "syn_standin": 30.0}
+        make_run(tmp_path, "digits", "fedavg+uniform", domains, 200, seed=seed)
+        make_run(tmp_path, "digits", "fedavg", domains | {"syn_standin": 20.0}, 200, seed=seed)
+    page = page_tool.write_page(RECIPE, [("digits", tmp_path, 200)])
+    with_it, without = (
+        page.partition(f"### {title}\n")[2].partition("\n### ")[0]
+        for title in ("What may be concluded", "Without the stand-in")
+    )
+    assert "| FedAvg | AVG | -2.50 | " in with_it
+    assert "| FedAvg | AVG | +0.00 | " in without
+    assert "| row | method | mnist | usps | svhn | AVG | STD | worst | seeds |" in without
+    assert "| FedAvg | `fedavg` | 90.00 ± 0.00 | 90.00 ± 0.00 | 82.00 ± 1.00 | 87.33 ± 0.33 | " in without
+
+
 def test_fewer_rounds_leave_a_row_open_and_nothing_is_subtracted_from_the_paper(page_tool, tmp_path):
     accuracy = {"mnist": 50.0, "usps": 50.0, "svhn": 50.0, "syn_standin": 50.0}
     make_run(tmp_path, "digits", "fedavg", accuracy, 20)
