@@ -39,7 +39,10 @@ def words(*more: str) -> list[str]:
 
 
 def quick(**keys: Any) -> Experiment:
-    return Experiment(**QUICK | keys)
+    fields = QUICK | keys
+    if "steps" in keys and "epochs" not in keys:
+        del fields["epochs"]
+    return Experiment(**fields)
 
 
 def make_split(size: int, dim: float, noise: float, seed: int) -> Split:

@@ -301,4 +301,4 @@ def test_the_documented_protocol_of_the_paper_is_the_one_that_runs(column: int, 
 def test_epochs_replace_the_steps_of_a_protocol() -> None:
     assert Experiment(data="domainnet").steps == 5
     assert Experiment(data="domainnet", epochs=2).steps is None
-    assert Experiment(data="domainnet", epochs=2, steps=3).steps == 3
+    assert Experiment(data="domainnet", steps=3).steps == 3

@@ -125,6 +125,11 @@ def test_other_settings_go_to_another_folder():
     assert make_suffix(Options(values={"rounds": 3, "device": "cpu"}, smoke=True)) == "-smoke-device=cpu-rounds=3"
 
 
+def test_steps_replace_the_epochs_of_a_smoke_test(tmp_path):
+    (plan,) = plan_recipe(RECIPES["table1"], Options(values={"steps": 2}, smoke=True), tmp_path)
+    assert {job.experiment.steps for job in plan.jobs} == {2}
+
+
 def test_what_changes_no_result_names_no_folder(tmp_path):
     values = TINY | {"data_root": "elsewhere", "workers": 2}
     assert make_suffix(Options(values=values)) == make_suffix(Options(values=TINY))

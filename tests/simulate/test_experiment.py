@@ -91,22 +91,32 @@ def test_another_method_drops_the_server_optimiser_of_a_file(tmp_path: Path) -> 
 
 
 def test_epochs_and_steps_exclude_each_other(tmp_path: Path) -> None:
-    """In words and in a user's file. A run's own description has both: its steps replaced the epochs."""
+    """In Python, in words and in a user's file. A run's own description has both: its steps replaced the epochs."""
     refused = r"^epochs = 1 and steps = 3 exclude each other: give one of them$"
     path = tmp_path / "e.toml"
+    with pytest.raises(ValueError, match=refused):
+        Experiment(epochs=1, steps=3)
+    with pytest.raises(ValueError, match=refused):
+        fedheal.compare(["fedavg", "fedheal"], epochs=1, steps=3, out=tmp_path / "runs")
+    assert Experiment(epochs=1, steps=None).epochs == 1
     with pytest.raises(ValueError, match=refused):
         Experiment.read(None, ["epochs=1", "steps=3"])
     path.write_text("epochs = 1\nsteps = 3\n")
     with pytest.raises(ValueError, match=refused):
         Experiment.read(path)
-    run = Experiment(epochs=1, steps=3)
+    path.write_text("epochs = 1\n")
+    assert Experiment.read(path, ["steps=3"]) == Experiment(steps=3)  # words win over the file
+    run = Experiment.of(Experiment(steps=3).to_dict() | {"epochs": 1})
+    assert (run.epochs, run.steps) == (1, 3)
+    for values in (run.to_dict(), run.model_dump()):
+        assert Experiment(**values) == run
     path.write_text(run.to_toml())
     assert Experiment.read(path) == run
     earlier = {key: value for key, value in run.to_dict().items() if key not in LATER_SETTINGS}
     path.write_text(tomli_w.dumps(earlier))
     assert Experiment.read(path) == run
     assert Experiment.read(path, ["steps=5"]).steps == 5
-    read = Experiment.read(path, ["epochs=2"])  # words win over the file
+    read = Experiment.read(path, ["epochs=2"])
     assert (read.epochs, read.steps) == (2, None)
 
 

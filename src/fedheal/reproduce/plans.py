@@ -105,6 +105,8 @@ def make_suffix(options: Options) -> str:
 
 def _plan_data_set(recipe: Recipe, data: str, rows: Sequence[RecipeRow], options: Options, out: Path) -> RecipePlan:
     values = (dict(recipe.smoke) if options.smoke else {}) | {"data": data} | dict(options.values)
+    if "steps" in options.values and "epochs" not in options.values:
+        values.pop("epochs", None)  # those of a smoke test
     fixed = dict(recipe.values(Experiment.of(values | {"method": "fedavg"}).rounds))
     _refuse_fixed(fixed, options.values)
     suffix = "".join(f"-{key}={value}" for key, value in sorted(fixed.items())) + make_suffix(options)

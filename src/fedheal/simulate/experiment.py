@@ -121,6 +121,8 @@ class Experiment(BaseModel):
         """Validate; raise ValueError with one sentence about the first problem."""
         if positional:
             raise TypeError("Experiment takes its fields by name, such as Experiment(method='fedheal', rounds=10)")
+        if not _is_description_of_run(values):  # which has the epochs that its steps replaced
+            check_epochs_or_steps(values)
         objects = wrap_objects(values)
         try:
             super().__init__(**values | {key: given.description for key, given in objects.items()})
@@ -293,7 +295,7 @@ class Experiment(BaseModel):
         """
         changes = parse_overrides(overrides)
         values = {} if path is None else read_toml(Path(path))
-        if not _is_description_of_run(values):  # which has the epochs that its steps replaced
+        if not _is_description_of_run(values):
             check_epochs_or_steps(values)
         return Experiment(**_drop_overridden(values, changes) | changes)
 
@@ -345,7 +347,7 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
 
 def check_epochs_or_steps(values: Mapping[str, Any]) -> None:
     """Raise ValueError if a user gives both, since steps replace epochs."""
-    if {"epochs", "steps"} <= values.keys():
+    if "epochs" in values and values.get("steps") is not None:
         both = f"epochs = {values['epochs']} and steps = {values['steps']}"
         raise ValueError(f"{both} exclude each other: give one of them")
 
@@ -411,6 +413,8 @@ def _drop_overridden(values: dict[str, Any], changes: Mapping[str, Any]) -> dict
     method, new_method = values.get("method"), changes.get("method")
     if "epochs" in changes:
         values = {key: value for key, value in values.items() if key != "steps"}  # they would win
+    if "steps" in changes and not _is_description_of_run(values):
+        values = {key: value for key, value in values.items() if key != "epochs"}
     if "lr_schedule" in changes:
         values = {key: value for key, value in values.items() if key not in ("lr_decay", "lr_decay_every")}
     if new_method is not None or changes.keys() - Experiment.model_fields.keys():

@@ -20,13 +20,13 @@ def get_site_name(partition: int) -> str:
 def describe_experiment(context: Context, partitions: int) -> Experiment:
     """Describe the experiment as for `fedheal run`, which gives the same model up to the quantisation of the sums."""
     config = context.run_config
+    work = "steps" if int(config["steps"]) else "epochs"
     return Experiment(
         data="embedded",
         method=f"fedheal:tau={config['tau']},beta={config['beta']}",
         seed=int(config["seed"]),
         rounds=int(config["num-server-rounds"]),
-        epochs=int(config["epochs"]),
-        steps=int(config["steps"]) or None,
+        **{work: int(config[work])},
         clients_per_domain=-(-partitions // len(DOMAINS)),
         only=tuple(get_site_name(i) for i in range(partitions)),
         device="cpu",
