@@ -111,6 +111,15 @@ def test_a_report_of_what_is_not_there_says_what_is(call, tmp_path: Path) -> Non
     assert_sentence(call("report", "runs/other"), said)
 
 
+def test_how_to_resume_is_said_of_a_comparison_and_of_a_run(call, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        run_folder(tmp_path / "here" / f"fedavg-{seed}", "fedavg", seed=seed, finished=False)
+    again = "run the same fedheal compare (or demo, sweep or reproduce) again to resume its runs"
+    assert_sentence(call("report", "here"), "there is no finished run in here: a run is finished when", again)
+    alone = call("report", "here/fedavg-1")
+    assert_sentence(alone, "; resume it with fedheal run --resume --out here/fedavg-1\n")
+
+
 def test_a_damaged_line_of_the_rounds_is_named_and_the_report_goes_on(call, tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "runs" / "fedavg", rounds=4)
     whole = call("report", "runs").out

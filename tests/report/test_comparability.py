@@ -11,9 +11,10 @@ import pytest
 from fedheal.report.comparability import compare_settings, list_cautions
 from fedheal.report.conclusions import analyse_rows, conclude, describe_gains, find_leaders
 from fedheal.report.html_page import render_page
-from fedheal.report.rows import build_rows, find_results
+from fedheal.report.rows import build_rows, find_results, find_rows
 from fedheal.report.series import build_series
 from fedheal.report.tables import flatten_rows
+from fedheal.report.text_report import format_report
 from made_up import load_rows, run_folder
 
 
@@ -115,6 +116,21 @@ def test_the_parts_of_a_bound_are_no_difference(runs):
     changed = load_rows(runs)
     assert "centralised" in {row.method for row in changed}
     assert list_cautions(changed) == []
+
+
+def test_runs_that_are_not_finished_are_named(runs):
+    (runs / "fedavg+fedheal-1" / "result.json").unlink()
+    (caution,) = list_cautions(load_rows(runs))
+    assert caution == "1 run is unfinished: fedavg+fedheal-1. Rows have different seeds."
+    assert caution in format_report(load_rows(runs), "text")
+    assert caution in render_page(load_rows(runs))
+    run_folder(runs / "fedavg-2", "fedavg", seed=2, finished=False)
+    (runs / "fedavg-1" / "result.json").unlink()
+    assert list_cautions(load_rows(runs)) == ["3 runs are unfinished: fedavg+fedheal-1, fedavg-1, fedavg-2."]
+    # Runs elsewhere say nothing about these.
+    run_folder(runs / "other" / "fedavg-0", "fedavg", data="office-caltech")
+    assert list_cautions([row for row in load_rows(runs) if row.data == "office-caltech"]) == []
+    assert list_cautions(find_rows([runs / "fedavg-0"])) == []
 
 
 def test_a_damaged_description_is_named(runs):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedheal.aggregate.server_optimizer import SERVERS
-from fedheal.core.errors import shorten_list, suggest
+from fedheal.core.errors import format_count, shorten_list, suggest
 from fedheal.core.rng import SEED_FIELDS, SOURCES
 from fedheal.report.rows import (
     BOUND_METHOD,
@@ -21,7 +21,7 @@ from fedheal.report.rows import (
     name_data_sets,
     read_settings,
 )
-from fedheal.report.seed_levels import list_fixed_sources
+from fedheal.report.seed_levels import list_fixed_sources, list_seeds
 from fedheal.runs.folder import find_damaged_line
 from fedheal.runs.schema import FREE
 
@@ -133,7 +133,7 @@ def list_cautions(rows: Sequence[Row], reference: str | None = None) -> list[str
             f"Not on the same data as the run of {used_reference} with the same seed, and therefore not compared with it: "
             f"{shorten_list(runs, MAX_LISTED)}."
         )
-    cautions += list_fixed_sources(rows)
+    cautions += list_fixed_sources(rows) + _list_unfinished(rows)
     for summary in (summary for row in rows for summary in row.summaries):
         folder = Path(str(summary.get("folder", "")))
         if damaged := find_damaged_line(folder):
@@ -145,6 +145,18 @@ def list_cautions(rows: Sequence[Row], reference: str | None = None) -> list[str
         table = rows[0].name_table(name_data_sets([rows[0].data])[rows[0].data])
         cautions.append(f"There is no run of {reference} on {table}: {there} is the reference there.")
     return cautions
+
+
+def _list_unfinished(rows: Sequence[Row]) -> list[str]:
+    """Return a sentence on the runs beside these that are not finished."""
+    summaries = [summary for row in rows for summary in row.summaries]
+    names = list(dict.fromkeys(name for summary in summaries for name in summary.get("unfinished", ())))
+    if not names:
+        return []
+    verb = "is" if len(names) == 1 else "are"
+    sentence = f"{format_count(len(names), 'run')} {verb} unfinished: {shorten_list(names, MAX_LISTED)}."
+    seeds = {frozenset(found) for found in list_seeds(rows).values()}
+    return [sentence + (" Rows have different seeds." if len(seeds) > 1 else "")]
 
 
 def annotate_rows(rows: Sequence[Row], reference: str) -> list[list[str]]:

@@ -30,7 +30,7 @@ BOUNDS = {
 UNSEEN = "unseen"  # the evaluation of each domain with a model that was trained without its clients
 BOUND_METHOD = "fedavg"  # the method of every bound
 BOUND_SETTINGS = frozenset({"only", "without", "pool"})  # settings that make a run a part of a bound
-NO_RUNS = "a run is finished when its folder has a result.json; resume it with fedheal run --resume --out FOLDER"
+FINISHED = "a run is finished when its folder has a result.json"
 MAX_SUGGESTED = 5  # folders that an error names
 ORDER_FILE = "comparison.json"  # beside the runs of a comparison
 Seeds = tuple[int, ...]  # of the split, the initial model and the batches
@@ -96,12 +96,27 @@ REPORT_FIELDS = frozenset(
 
 
 def find_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return the results of all finished runs in or under these folders, each once and with its `folder`."""
+    """Return the results of all finished runs in or under these folders, each once and with its `folder`.
+
+    A result has the names of runs beside it that are not finished as `unfinished`, if there are any.
+    """
     folders: dict[Path, None] = {}
+    begun: list[Path] = []
     for path in paths:
         check_runs_exist(path)
         folders |= dict.fromkeys(sorted(file.parent for file in path.rglob("result.json")))
-    return [load_summary(folder) for folder in folders]
+        begun += _list_begun(path)
+    unfinished: dict[Path, list[str]] = {}
+    for folder in dict.fromkeys(begun):
+        if folder not in folders:
+            unfinished.setdefault(folder.parent, []).append(folder.name)
+    beside = {folder: unfinished.get(folder.parent) for folder in folders}
+    return [load_summary(folder) | ({"unfinished": names} if names else {}) for folder, names in beside.items()]
+
+
+def _list_begun(path: Path) -> list[Path]:
+    """Return the folders of simulations in or under a folder, finished or not."""
+    return sorted(file.parent for file in path.rglob("experiment.toml"))
 
 
 def check_runs_exist(path: Path) -> None:
@@ -113,10 +128,14 @@ def check_runs_exist(path: Path) -> None:
 
 
 def explain_no_runs(paths: Sequence[Path]) -> str:
-    """Say why there is no finished run in these folders, and what to do: a federation is not resumed with `fedheal run`."""
+    """Say why there is no finished run in these folders, and how to resume a run, a comparison or a federation."""
     federation = next((file.parent for path in paths for file in sorted(path.rglob("federation.toml"))), None)
     if federation is None:
-        return NO_RUNS
+        begun = [folder for path in paths for folder in _list_begun(path)]
+        if begun and all(folder in paths for folder in begun):
+            return f"{FINISHED}; resume it with fedheal run --resume --out {begun[0]}"
+        again = "run the same fedheal compare (or demo, sweep or reproduce) again"
+        return f"{FINISHED}; {again} to resume its runs, or fedheal run --resume --out FOLDER for a run of its own"
     if (federation / "model.safetensors").is_file():
         return f"{federation} holds a federation without a result.json, since no client sent a usable 'accuracy'"
     remedy = f"resume it with resume=true; fedheal report {federation} --diagnose shows its rounds now"
