@@ -36,7 +36,7 @@ def write_table1(results: Path) -> list[str]:
     missing = [label for label, name in names.items() if name not in jobs]
     parts = [
         f"## Table 1 on {DATA}",
-        f"The paper's first table, seed {SEED}: {len(rows)} of {len(entries)} rows.",
+        f"The paper's first table with uniform weights added, seed {SEED}: {len(rows)} of {len(entries)} rows.",
         format_table([*head[:2], *name_columns(head[2:], DATA)], lines),
         format_list(table.notes),
     ]
