@@ -109,6 +109,15 @@ def test_without_a_name_the_folder_says_method_data_seed_and_what_is_not_the_def
     }
 
 
+def test_a_model_function_of_python_works_on_the_command_line(call, tmp_path: Path) -> None:
+    code = "from torch import nn\n\ndef make(num_classes, input_shape):\n"
+    code += "    return nn.Sequential(nn.Flatten(), nn.Linear(input_shape[0] * input_shape[1] ** 2, num_classes))\n"
+    (tmp_path / "my_model_function.py").write_text(code)
+    done = call("run", *words("model=my_model_function:make", "rounds=1"), "--quiet", "--out", "here")
+    assert (done.code, done.err) == (0, "")
+    sys.modules.pop("my_model_function")
+
+
 def test_json_is_alone_on_stdout_and_the_same_as_the_file(call, tmp_path: Path) -> None:
     done = call("run", *WORDS, "--json", "--out", "here")
     assert (done.code, done.err) == (0, "")

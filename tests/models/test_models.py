@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from types import ModuleType
@@ -28,6 +29,10 @@ def own_linear(classes: int, pixels: int = 12) -> nn.Module:
 
 def own_failure(classes: int) -> nn.Module:
     return {}["weights"]  # type: ignore[no-any-return]
+
+
+def own_shaped(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
+    return own_linear(num_classes, math.prod(input_shape))
 
 
 def own_fixed() -> nn.Module:
@@ -147,6 +152,8 @@ def test_a_factory_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
     _make_importable(monkeypatch)
     model = build("own_models:own_linear", classes=4, pixels=27)
     assert model(torch.randn(2, 3, 3, 3)).shape == (2, 4)
+    model = build("own_models:own_shaped", classes=4, input_shape=(3, 5, 5))  # as for Experiment(model=own_shaped)
+    assert model(torch.randn(2, 3, 5, 5)).shape == (2, 4)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +186,12 @@ def test_a_factory_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
             "own_models:own_fixed",
             {},
             "the model 'own_models:own_fixed' cannot be built from classes: .* 'classes'; its function needs a parameter "
-            "`classes`, the number of classes$",
+            "`classes` or `num_classes`, the number of classes$",
+        ),
+        (
+            "own_models:own_shaped",
+            {},
+            "the model 'own_models:own_shaped' cannot be built from num_classes: .*'input_shape'$",
         ),
         (
             "own_models:own_linear",
@@ -206,7 +218,7 @@ def test_unknown_depth() -> None:
 def _make_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the factories of this file be imported as `own_models`."""
     module = ModuleType("own_models")
-    for thing in ("own_linear", "own_failure", "own_mistake", "own_fixed", "NOT_A_FUNCTION"):
+    for thing in ("own_linear", "own_failure", "own_shaped", "own_mistake", "own_fixed", "NOT_A_FUNCTION"):
         setattr(module, thing, globals()[thing])
     monkeypatch.setitem(sys.modules, "own_models", module)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Any
 
 import torch
 
@@ -38,8 +39,9 @@ def is_small_run(experiment: Experiment) -> bool:
 
 @functools.lru_cache(maxsize=32)
 def _count_parameters(model: str, width: int | None) -> int:
+    keys: dict[str, Any] = {} if width is None else {"width": width}
     with torch.random.fork_rng(devices=[]):
-        module = models.build(model, CLASSES, None, **({} if width is None else {"width": width}))
+        module = models.build(model, CLASSES, **keys)
     return sum(parameter.numel() for parameter in module.parameters())
 
 

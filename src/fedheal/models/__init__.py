@@ -38,14 +38,17 @@ def is_import_path(name: str) -> bool:
     return ":" in name and not is_library_name(name)
 
 
-def build(name: str, classes: int, weights: str | None = None, **kwargs: Any) -> nn.Module:
+def build(
+    name: str, classes: int, weights: str | None = None, input_shape: tuple[int, ...] | None = None, **kwargs: Any
+) -> nn.Module:
     """Build a model.
 
     Args:
         name: A key of `MODELS`, a network of a library that is installed ("timm:resnet50", "torchvision:resnet18"), or the
             import path of your own factory, "package.module:factory".
-        classes: The number of outputs.
+        classes: The number of outputs, which your own factory takes as `classes` or `num_classes`.
         weights: A safetensors file of initial values; its `head` is left out if it is for another number of classes.
+        input_shape: The shape of an image, for a factory of your own that has a parameter of this name.
         **kwargs: Further arguments of the factory, e.g. `width`.
 
     Returns:
@@ -68,14 +71,19 @@ def build(name: str, classes: int, weights: str | None = None, **kwargs: Any) ->
             raise ValueError(f"{', '.join(kwargs)}: the model {name!r} has no such setting; leave it out")
         return build_library_model(name, classes, weights)
     factory = import_function("model", name) if ":" in name else MODELS[name]
+    parameters = inspect.signature(factory).parameters
+    count = "num_classes" if "num_classes" in parameters and "classes" not in parameters else "classes"
+    arguments = {count: classes, **kwargs}
+    if input_shape is not None and "input_shape" in parameters:
+        arguments["input_shape"] = input_shape
     try:
-        inspect.signature(factory).bind(classes=classes, **kwargs)
+        inspect.signature(factory).bind(**arguments)
     except TypeError as error:
-        arguments = ", ".join(["classes", *kwargs])
-        remedy = "" if _takes_classes(factory) else "; its function needs a parameter `classes`, the number of classes"
-        raise ValueError(f"the model {name!r} cannot be built from {arguments}: {error}{remedy}") from error
+        needed = "; its function needs a parameter `classes` or `num_classes`, the number of classes"
+        remedy = "" if _takes(factory, count) else needed
+        raise ValueError(f"the model {name!r} cannot be built from {', '.join(arguments)}: {error}{remedy}") from error
     try:
-        model = factory(classes=classes, **kwargs)
+        model = factory(**arguments)
     except (Exception, SystemExit) as error:
         if ":" not in name:
             raise
@@ -89,11 +97,11 @@ def build(name: str, classes: int, weights: str | None = None, **kwargs: Any) ->
     return model
 
 
-def _takes_classes(factory: Callable[..., Any]) -> bool:
-    """Return whether a factory can be given the number of classes by name."""
+def _takes(factory: Callable[..., Any], name: str) -> bool:
+    """Return whether a factory can be given an argument of this name."""
     parameters = inspect.signature(factory).parameters.values()
     return any(
-        p.kind == p.VAR_KEYWORD or (p.name == "classes" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+        p.kind == p.VAR_KEYWORD or (p.name == name and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
         for p in parameters
     )
 

@@ -112,7 +112,7 @@ def build_module(experiment: Experiment, classes: int, shape: tuple[int, ...] | 
                 )
             return given.build(classes, shape, **keys)
         check_is_name("model", experiment.model)
-        return models.build(experiment.model, classes, experiment.weights, **keys)
+        return models.build(experiment.model, classes, experiment.weights, shape, **keys)
 
 
 def build_server_optimizer(experiment: Experiment) -> Server:
