@@ -121,6 +121,21 @@ def test_the_rows_of_table_1_in_the_findings_are_those_of_the_results():
         assert " | ".join(["\n| " + label, "ours", *domains, no_syn, avg, std, ""]) in table1
 
 
+def test_the_numbers_without_the_stand_in_in_the_findings_are_those_of_the_results():
+    findings, results = (
+        (ROOT / page).read_text(encoding="utf-8") for page in ("docs/findings.md", "results/README.md")
+    )
+    section = findings.partition("### Without the stand-in\n")[2].splitlines()
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in section if line.startswith("|")]
+    head, _, avg, std = lines[:4]
+    table = results.partition("### Without the stand-in\n")[2].partition("\n\n| less")[0].splitlines()
+    rows = {cells[0]: cells[-4:-2] for cells in ([c.strip() for c in line.strip("|").split("|")] for line in table)}
+    assert len(head) == 5
+    assert {label: [a, s] for label, a, s in zip(head[1:], avg[1:], std[1:], strict=True)} == {
+        label: rows[label] for label in head[1:]
+    }
+
+
 def test_the_rows_of_the_readme_are_those_of_the_results():
     readme, results = ((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "results/README.md"))
     table = readme.partition("<!-- from results/README.md -->\n")[2].partition("\n\n")[0].splitlines()
