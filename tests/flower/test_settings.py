@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 
 import pytest
+from flwr.app import ArrayRecord
+from flwr.clientapp import ClientApp
+from torch import nn
 
 from fedheal.aggregate.server_optimizer import Server
 from fedheal.flower import FairStrategy, FedHEAL, Uniform
 from fedheal.flower import Server as ServerOfFlower
+from flower.local_grid import LocalGrid
 
+MODULE = nn.Linear(2, 1)
 TAU_HINT = "name it with a method that has it, as in FairStrategy('fedheal:tau=0.9'), or leave it out"
 
 
@@ -23,6 +28,19 @@ def test_a_tau_that_no_client_would_use_is_rejected(make):
     with pytest.raises(ValueError, match=re.escape("tau = 0.3 has no effect")):  # clients' default
         make(tau=0.3)
     assert make().settings.tau is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((LocalGrid(ClientApp(), {}), MODULE.state_dict()), "initial_arrays is an OrderedDict: give ArrayRecord("),
+        ((LocalGrid(ClientApp(), {}), None), "initial_arrays is a NoneType: give ArrayRecord(model.state_dict())"),
+        ((None, ArrayRecord(MODULE.state_dict())), "grid is a NoneType: give the one that Flower passes to"),
+    ],
+)
+def test_a_start_with_another_type_says_what_to_give(arguments, message):
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        FairStrategy("fedavg").start(*arguments)
 
 
 def test_a_tau_that_is_used_is_kept():

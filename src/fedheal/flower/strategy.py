@@ -21,7 +21,7 @@ from torch import nn
 
 from fedheal.aggregate import Aggregator
 from fedheal.aggregate.server_optimizer import Server
-from fedheal.core.checks import check_count
+from fedheal.core.checks import check_count, check_type
 from fedheal.core.layout import Layout
 from fedheal.core.parameter import Parameter
 from fedheal.core.rng import generator
@@ -208,7 +208,10 @@ class FairStrategy(Strategy):
         Raises:
             NotEnoughNodes: Too few nodes are connected and answer.
             TooManyEmptyRounds: The model stayed as it was in `max_empty_rounds` rounds in a row.
+            TypeError: The grid or the initial model is of another type.
         """
+        check_type("grid", grid, Grid, "give the one that Flower passes to the ServerApp's main(grid, context)")
+        check_type("initial_arrays", initial_arrays, ArrayRecord, "give ArrayRecord(model.state_dict())")
         check_count("num_rounds", num_rounds)
         Parameter("timeout", 1.0, gt=0).check(timeout)
         self._num_rounds, self._timeout = num_rounds, timeout
