@@ -57,6 +57,26 @@ def test_mean_spread_and_best():
     assert list(table.cells) == ["fedavg", "fedheal", "centralised"]
 
 
+def test_one_domain_has_no_best_std():
+    rows = []
+    for row in ROWS[:4]:
+        domains = {"photo": row.domains["photo"]}
+        summary = {**row.summaries[0], "test_sizes": {"photo": 30}}
+        rows.append(replace(row, domains=domains, fairness=fairness(domains), summaries=(summary,)))
+    note = "There is one domain, so STD and worst say nothing."
+    (table,) = build_tables(rows)
+    assert table.cells["fedavg"]["AVG"].best
+    assert not any(cells["STD"].best for cells in table.cells.values())
+    text = format_report(rows, "text")
+    assert note in text
+    assert "0.00*" not in text
+    assert note not in format_report(ROWS, "text")
+    assert "the lowest STD" in conclusions.write_headline(conclusions.analyse_rows(ROWS))
+    found = conclusions.analyse_rows(rows)
+    assert conclusions.write_headline(found).endswith("In these runs fedavg has the highest AVG (82.0 %).")
+    assert [leader.column for leader in conclusions.find_leaders(found)] == ["AVG"]
+
+
 def test_markdown_latex_and_text():
     (table,) = build_tables(ROWS)
     assert "| fedavg | **82.00** ± 2.83 | 60.00 ± 0.00 |" in format_markdown(table)

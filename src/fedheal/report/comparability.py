@@ -134,6 +134,8 @@ def list_cautions(rows: Sequence[Row], reference: str | None = None) -> list[str
             f"{shorten_list(runs, MAX_LISTED)}."
         )
     cautions += list_fixed_sources(rows) + _list_unfinished(rows)
+    if rows and len(rows[0].domains) == 1:
+        cautions.append("There is one domain, so STD and worst say nothing.")
     for summary in (summary for row in rows for summary in row.summaries):
         folder = Path(str(summary.get("folder", "")))
         if damaged := find_damaged_line(folder):

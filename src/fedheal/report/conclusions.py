@@ -113,6 +113,8 @@ def write_headline(found: Findings) -> str:
     else:
         start = f"No difference to {found.reference} can be concluded from {seeds} seeds."
     leaders = {x.column: x for x in find_leaders(found)}
+    if "STD" not in leaders:
+        return f"{start} In these runs {leaders['AVG'].method} has {_describe_leader(leaders['AVG'], LEADERS['AVG'])}."
     even, accurate = (_describe_leader(leaders[column], title) for column, title in LEADERS.items())
     verb = "" if leaders["STD"].method == leaders["AVG"].method else f"{leaders['AVG'].method} has "
     return f"{start} In these runs {leaders['STD'].method} has {even} and {verb}{accurate}."
@@ -141,9 +143,13 @@ def describe_worst(found: Findings) -> str:
 
 
 def find_leaders(found: Findings) -> list[Leader]:
-    """Return the method with the best mean over seeds in AVG, STD and worst, which need not differ beyond noise."""
+    """Return the method with the best mean over seeds in AVG, STD and worst, which need not differ beyond noise.
+
+    With one domain, only AVG says something.
+    """
     leaders = []
-    for column, key in FAIRNESS_COLUMNS.items() if found.methods else ():
+    columns = FAIRNESS_COLUMNS if found.rows and len(found.rows[0].domains) > 1 else {"AVG": FAIRNESS_COLUMNS["AVG"]}
+    for column, key in columns.items() if found.methods else ():
         # Means over seeds, as in the table: the STD of mean accuracies is another number, and a smaller one.
         means = {m: float(np.mean([r.fairness[key] for r in found.rows if r.method == m])) for m in found.methods}
         pick: Any = max if HIGHER_IS_BETTER[key] else min

@@ -114,6 +114,8 @@ def _build_table(data: str, rows: Sequence[Row]) -> ResultTable:
     best = {}
     if len(rivals) > 1:
         for column in columns:
+            if column == "STD" and len(rows[0].domains) == 1:  # 0 for all
+                continue
             means = [float(np.mean(values[m][column])) for m in rivals]
             best[column] = min(means) if column in LOWER_IS_BETTER else max(means)
     cells = {
