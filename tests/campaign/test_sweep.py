@@ -195,6 +195,13 @@ def test_optuna_proposes_points_and_a_restart_repeats_them(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")} == before
 
 
+def test_optuna_tries_no_point_twice(tmp_path):
+    pytest.importorskip("optuna")
+    points = [t.point for t in search_with_optuna(make_search(tmp_path), run_jobs, 20)]
+    assert len(points) == make_search(tmp_path).size
+    assert sorted(points, key=str) == sorted(map(make_search(tmp_path).point, range(len(points))), key=str)
+
+
 def test_ranges_are_added_as_decimals():
     space, fixed = parse_space(["tau=0:0.9:0.1", "beta=0,0.4,1", "rounds=5", "method=fedavg,fedheal"])
     assert space["tau"] == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]

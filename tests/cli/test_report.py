@@ -155,6 +155,7 @@ def test_the_ending_of_a_reports_name_gives_its_format(call, tmp_path: Path, nam
     [
         (["--out", "table.xyz"], "no format has the ending .xyz"),
         (["--html", "--out", "page.pdf"], "the name of a page ends in .html"),
+        (["--out", "x.csv", "-f", "latex"], "format = latex: the ending of x.csv stands for csv; leave out --format"),
     ],
 )
 def test_the_ending_of_a_reports_name_must_be_known(call, tmp_path: Path, options: list[str], message: str) -> None:

@@ -126,6 +126,17 @@ def test_rounds_that_are_repeated_or_out_of_order_are_refused(tmp_path, order, p
         diagnose_run(path.parent)
 
 
+def test_one_is_singular(tmp_path):
+    run = run_folder(tmp_path / "made", "fedavg+fedheal", rounds=2)
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps(result | {"test_sizes": dict.fromkeys(result["test_sizes"], 1)}))
+    assert " from 1 test image)" in explain_diagnosis(diagnose_run(run))[0]
+    path = run / "rounds.jsonl"
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    with pytest.raises(ValueError, match="has 1 round, but the run has 2 rounds"):
+        diagnose_run(run)
+
+
 def test_a_finished_run_without_its_rounds_is_told_so(tmp_path):
     path = run_folder(tmp_path / "made", "fedavg", rounds=6) / "rounds.jsonl"
     path.unlink()

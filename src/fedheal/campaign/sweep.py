@@ -31,6 +31,7 @@ from fedheal.simulate.experiment import PER_DOMAIN, Experiment, check_epochs_or_
 
 METRICS = {"avg": True, "worst": True, "std": False, "gap": False, "jain": True}  # name -> whether higher is better
 MAX_POINTS = 10_000  # values of a field, points of a grid, and trials
+MAX_PROPOSALS = 20  # of Optuna for each trial, since it may propose a point again
 VALIDATION = 0.2  # default share of each client's examples that is held out
 Point = dict[str, Any]
 Runner = Callable[[Sequence[Job]], object]
@@ -165,7 +166,10 @@ def search_randomly(search: Search, run: Runner, trials: int) -> list[Trial]:
 
 
 def search_with_optuna(search: Search, run: Runner, trials: int) -> Iterator[Trial]:
-    """Try points that Optuna's TPE sampler proposes. Its seed is fixed, so a restart proposes the same points and resumes."""
+    """Try that many different points that Optuna's TPE sampler proposes.
+
+    Its seed is fixed, so a restart proposes the same points and resumes. A point that it proposes again is not tried again.
+    """
     try:
         import optuna
     except ImportError:
@@ -173,14 +177,20 @@ def search_with_optuna(search: Search, run: Runner, trials: int) -> Iterator[Tri
     _check_trials(trials)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
-    for _ in range(trials):
+    tried: dict[tuple[int, ...], Trial] = {}
+    for _ in range(MAX_PROPOSALS * trials):
+        if len(tried) == min(trials, search.size):
+            return
         proposal = study.ask()
         # Values by their index in the list: Optuna takes only plain types.
         indices = {key: proposal.suggest_categorical(key, range(len(values))) for key, values in search.space.items()}
-        point = {key: search.space[key][i] for key, i in indices.items()}
-        (trial,) = search.evaluate([point], run)
-        study.tell(proposal, trial.score(search.metric))
-        yield trial
+        numbers = tuple(indices.values())
+        is_new = numbers not in tried
+        if is_new:
+            (tried[numbers],) = search.evaluate([{key: search.space[key][i] for key, i in indices.items()}], run)
+        study.tell(proposal, tried[numbers].score(search.metric))
+        if is_new:
+            yield tried[numbers]
 
 
 SEARCHES: dict[str, Callable[[Search, Runner, int], Iterable[Trial]]] = {

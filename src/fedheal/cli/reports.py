@@ -97,6 +97,7 @@ def _check_report_options(
     used = {"--html": html, "--format": has_format, "--out": out is not None, "--reference": reference is not None}
     option = next((option for option, is_used in used.items() if is_used), None)
     has_figures = figures is not None
+    stands_for = REPORT_SUFFIXES.get(out.suffix.lower(), form) if out is not None and has_format else form
     no_comparisons = used["--reference"] and form in ("csv", "parquet")
     for is_wrong, problem in (
         (diagnose and option, f"--diagnose writes its own table and figure: leave out {option}"),
@@ -109,6 +110,10 @@ def _check_report_options(
             f"format = {form}: --figures writes SVG, PDF and PNG, not tables; leave out --format",
         ),
         (html and out and out.suffix and not _is_page(out), f"out = {out}: the name of a page ends in .html"),
+        (
+            stands_for != form,
+            f"format = {form}: the ending of {out} stands for {stands_for}; leave out --format, or give another name",
+        ),
         (has_figures and out and not html, f"out = {out}: --figures already names a folder; leave out --out"),
         (no_comparisons, f"reference = {reference}: {form} has no comparisons; leave out --reference"),
         (form == "parquet" and out is None, "Parquet cannot be printed: name a file with --out"),

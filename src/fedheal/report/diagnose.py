@@ -278,7 +278,8 @@ def _explain_unit(diagnosis: Diagnosis, number: int) -> str:
     ratio = _average_last(unit.weight / unit.equal_share)
     subject, verb, their = ("its clients", "hold", "their") if diagnosis.kind == "domain" else ("it", "holds", "its")
     gap, error = -diagnosis.get_gap(number), unit.standard_error
-    images = f" (standard error {error:.1f} from {unit.test_images} test images)" if np.isfinite(error) else ""
+    tested = f" (standard error {error:.1f} from {format_count(unit.test_images, 'test image')})"
+    images = tested if np.isfinite(error) else ""
     sentence = f"{unit.name} is {gap:.1f} points below the mean{images}, "
     if start is not None:
         sentence += f"more than {GAP:g} since round {start}"

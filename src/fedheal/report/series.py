@@ -13,6 +13,7 @@ import numpy as np
 from fedheal.analysis.standard_error import fairness_errors, mean_error, sampling_error
 from fedheal.core.arrays import Floats
 from fedheal.core.clock import PHASES
+from fedheal.core.errors import format_count
 from fedheal.core.metrics import fairness
 from fedheal.report.comparability import list_methods
 from fedheal.report.rows import FAIRNESS_COLUMNS, UNSEEN, Row, rename_domain
@@ -60,10 +61,11 @@ def read_complete_rounds(folder: Path) -> list[RoundRecord]:
     expected = read_result(folder, ["rounds"])["rounds"] if (folder / "result.json").is_file() else 0
     if len(records) < expected:
         damaged = find_damaged_line(folder)
-        problem = f"has {len(records)} rounds" + (f" and is damaged in line {damaged}" if damaged else "")
+        problem = f"has {format_count(len(records), 'round')}" if path.exists() else "is missing"
+        problem += f" and is damaged in line {damaged}" if damaged else ""
         raise ValueError(
-            f"{path} {problem if path.exists() else 'is missing'}, but the run has {expected} rounds: restore the file, or "
-            "report without figures (fedheal report FOLDER)"
+            f"{path} {problem}, but the run has {format_count(expected, 'round')}: restore the file, or report without "
+            "figures (fedheal report FOLDER)"
         )
     return records
 
