@@ -102,7 +102,7 @@ def test_epochs_and_steps_exclude_each_other(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=refused):
         Experiment.read(None, ["epochs=1", "steps=3"])
     path.write_text("epochs = 1\nsteps = 3\n")
-    with pytest.raises(ValueError, match=refused):
+    with pytest.raises(ValueError, match=rf"^{path}: {refused[1:]}"):
         Experiment.read(path)
     path.write_text("epochs = 1\n")
     assert Experiment.read(path, ["steps=3"]) == Experiment(steps=3)  # words win over the file
@@ -437,6 +437,17 @@ def test_a_file_that_is_not_toml_is_named(tmp_path: Path, content: bytes) -> Non
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"bad\.toml is not TOML"):
         Experiment.read(path)
+
+
+def test_a_file_with_a_wrong_value_is_named_unless_a_word_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text("lr = 'abc'\n")
+    with pytest.raises(ValueError, match=rf"^{path}: lr = 'abc': use a number"):
+        Experiment.read(path, ["rounds=3"])
+    assert Experiment.read(path, ["lr=0.1"]).lr == 0.1
+    path.write_text("seed = 1\n")
+    with pytest.raises(ValueError, match=r"^lr = 'x': use a number"):
+        Experiment.read(path, ["lr=x"])
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

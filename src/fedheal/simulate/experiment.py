@@ -295,9 +295,15 @@ class Experiment(BaseModel):
         """
         changes = parse_overrides(overrides)
         values = {} if path is None else read_toml(Path(path))
-        if not _is_description_of_run(values):
-            check_epochs_or_steps(values)
-        return Experiment(**_drop_overridden(values, changes) | changes)
+        try:
+            if not _is_description_of_run(values):
+                check_epochs_or_steps(values)
+            values = _drop_overridden(values, changes)
+            return Experiment(**values | changes)
+        except ValueError as error:
+            if path is None or _is_valid(values):  # then the overrides are wrong
+                raise
+            raise ValueError(f"{path}: {error}") from None
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Experiment:
@@ -356,6 +362,14 @@ def _is_description_of_run(values: Mapping[str, Any]) -> bool:
     """Return whether a file's values are those that a run wrote: every field that is set, also by default."""
     always = {key for key, field in Experiment.model_fields.items() if field.default is not None}
     return values.keys() >= always - LATER_SETTINGS.keys()
+
+
+def _is_valid(values: Mapping[str, Any]) -> bool:
+    try:
+        Experiment(**values)
+    except ValueError:
+        return False
+    return True
 
 
 def parse_override(word: str) -> tuple[str, Any]:
