@@ -23,6 +23,7 @@ from fedheal.core.state import METADATA, RunState
 from fedheal.runs import folder as records
 from fedheal.runs import lock
 from fedheal.runs.schema import RoundRecord, RunResult
+from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.runner import Result
 from tiny_data import quick
 
@@ -267,12 +268,24 @@ def test_a_last_line_without_its_end_of_line_does_not_swallow_the_next(tmp_path:
     assert [r.round for r in records.read_rounds(tmp_path)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("there", [[], [1], [2, 3], [1, 3], [1, 2, 2, 3], [2, 1, 3]])
-def test_missing_rounds_are_noticed(tmp_path: Path, there: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("there", "problem"),
+    [
+        ([], "it is missing"),
+        ([1], "it ends after round 1"),
+        ([2, 3], "line 1 is of round 2, not 1"),
+        ([1, 3], "line 2 is of round 3, not 2"),
+        ([1, 2, 2, 3], "line 3 is of round 2, not 3"),
+        ([1, 2, 3, 3], "line 4 is of round 3, not 4"),
+        ([2, 1, 3], "line 1 is of round 2, not 1"),
+    ],
+)
+def test_missing_rounds_are_noticed(tmp_path: Path, there: list[int], problem: str) -> None:
     for number in there:
         records.append_round(tmp_path, RoundRecord(round=number))
     before = (tmp_path / "rounds.jsonl").read_bytes() if there else b""
-    with pytest.raises(records.CheckpointError, match=r"rounds\.jsonl lacks records of rounds"):
+    said = rf"rounds\.jsonl does not hold the records of rounds 1 to 3 \({problem}\)$"
+    with pytest.raises(records.RoundsError, match=said):
         records.truncate_rounds(tmp_path, 3)
     assert ((tmp_path / "rounds.jsonl").read_bytes() if there else b"") == before
 
@@ -352,7 +365,7 @@ def test_a_damaged_newest_state_gives_way_to_the_one_before(
     assert [r.round for r in records.read_rounds(stopped_run)] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", [damage for damage in DAMAGES if damage is not replace_by_foreign_state])
 def test_two_damaged_states_are_a_sentence_and_nothing_is_lost(
     stopped_run: Path, damage: Callable[[Path], None]
 ) -> None:
@@ -377,17 +390,140 @@ def test_a_state_with_too_few_rounds_gives_way_to_the_one_before(finished_run: P
     assert [r.round for r in records.read_rounds(stopped_run)] == [1, 2, 3, 4]
 
 
-def test_rounds_that_are_all_gone_are_a_sentence(stopped_run: Path) -> None:
-    (stopped_run / "rounds.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"rounds\.jsonl lacks records of rounds"):
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda lines: None, "it is missing"),
+        (lambda lines: [], "it is empty"),
+        (lambda lines: [lines[0], *lines], "line 2 is of round 1, not 2"),
+        (lambda lines: ["garbage", *lines[1:]], "line 1 is not the record of a round"),
+    ],
+    ids=["missing", "empty", "twice", "garbage"],
+)
+def test_damaged_rounds_are_named_and_the_checkpoints_are_not_blamed(
+    stopped_run: Path, damage: Callable[[list[str]], list[str] | None], problem: str
+) -> None:
+    path = stopped_run / "rounds.jsonl"
+    lines = damage(path.read_text().splitlines())
+    if lines is None:
+        path.unlink()
+    else:
+        path.write_text("".join(line + "\n" for line in lines))
+    before = {p: p.read_bytes() for p in stopped_run.rglob("*") if p.is_file()}
+    held = f"{path} does not hold the records of rounds 1 to 4 ({problem})"
+    remedy = "repair it or restore it from a backup, or move the folder away to start again"
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{held}: {remedy}; state/ has a whole checkpoint')}$"):
+        run_four_rounds(stopped_run)
+    assert {p: p.read_bytes() for p in stopped_run.rglob("*") if p.is_file()} == before
+
+
+def test_a_run_without_any_state_starts_again_and_keeps_the_old_records(
+    finished_run: Path, stopped_run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in (1, 2):
+        shutil.rmtree(stopped_run / "state")
+        for name in ("result.json", "model.safetensors"):
+            (stopped_run / name).unlink(missing_ok=True)
+        old = (stopped_run / "rounds.jsonl").read_bytes()
+        run_four_rounds(stopped_run)
+        assert read_model(stopped_run) == read_model(finished_run)
+        assert [r.round for r in records.read_rounds(stopped_run)] == [1, 2, 3, 4]
+        assert (stopped_run / f"rounds.jsonl.before-{number}").read_bytes() == old
+        kept = f"the run starts again with round 1, and keeps them as rounds.jsonl.before-{number}"
+        assert f"{stopped_run} has records up to round 4, but no checkpoint: {kept}" in caplog.messages
+
+
+def test_records_behind_a_damaged_line_are_kept_too(stopped_run: Path) -> None:
+    shutil.rmtree(stopped_run / "state")
+    lines = (stopped_run / "rounds.jsonl").read_text().splitlines()
+    damaged = "\n".join(["garbage", *lines[1:]])
+    (stopped_run / "rounds.jsonl").write_text(damaged)
+    run_four_rounds(stopped_run)
+    assert (stopped_run / "rounds.jsonl.before-1").read_text() == damaged
+
+
+# A description that was edited
+
+
+RESULT, STATES = "result.json is", "the checkpoints in state/ are"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "there", "before", "of_result"),
+    [
+        ('method = ".*"', 'method = "fedavg"', "method = 'fedavg'", "method = 'fedavg+fedheal", True),
+        ("seed = 0", "seed = 1", "seed = 1", "seed = 0", True),
+        ("seed = 0", "seed = 0\nsplit_seed = 2", "split_seed = 2", "no split_seed", True),
+        ("rounds = 4", "rounds = 5", "rounds = 5", "rounds = 4", True),
+        ("lr = 0.05", "lr = 0.07", "lr = 0.07", "lr = 0.05", False),
+        ('model = ".*"', 'model = "tiny_data:conv_batchnorm"', "model = 'tiny_data:conv_batchnorm'", "model = ", False),
+    ],
+    ids=["method", "seed", "split_seed", "rounds", "lr", "model"],
+)
+def test_an_edited_description_is_refused_with_the_setting(
+    finished_run: Path, stopped_run: Path, tmp_path: Path, old: str, new: str, there: str, before: str, of_result: bool
+) -> None:
+    finished = tmp_path / "finished"
+    shutil.copytree(finished_run, finished)
+    for folder, others in ((finished, RESULT if of_result else STATES), (stopped_run, STATES)):
+        path = folder / "experiment.toml"
+        path.write_text(re.sub(f"^{old}$", new, path.read_text(), count=1, flags=re.MULTILINE))
+        files = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        with pytest.raises(ValueError, match=re.escape(f"{path} says {there}")) as error:
+            fedheal.run(Experiment.read(path), folder, resume=True, progress=False)
+        assert f", but {others} of {before}" in str(error.value)
+        assert str(error.value).endswith(": restore what was changed, or name another folder")
+        assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == files
+    if of_result:
+        shutil.rmtree(finished / "state")
+        with pytest.raises(ValueError, match=f"but result.json is of {re.escape(before)}"):
+            fedheal.run(Experiment.read(finished / "experiment.toml"), finished, resume=True, progress=False)
+
+
+def test_checkpoints_that_are_all_of_another_experiment_are_a_sentence(stopped_run: Path) -> None:
+    for path in records.list_checkpoints(stopped_run):
+        replace_by_foreign_state(path)
+    differs = "experiment.toml differs from the experiment that the checkpoints in state/ are of"
+    with pytest.raises(ValueError, match=f"{differs}: restore what was changed, or name another folder$"):
         run_four_rounds(stopped_run)
 
 
-def test_a_run_without_any_state_starts_again(finished_run: Path, stopped_run: Path) -> None:
-    shutil.rmtree(stopped_run / "state")
-    run_four_rounds(stopped_run)
-    assert read_model(stopped_run) == read_model(finished_run)
-    assert [r.round for r in records.read_rounds(stopped_run)] == [1, 2, 3, 4]
+def test_settings_that_an_earlier_version_lacks_are_not_called_changed(stopped_run: Path) -> None:
+    identity = quick(rounds=4).identity
+    for path in records.list_checkpoints(stopped_run):
+        arrays, described = records.load_checkpoint(path, identity)
+        del described["settings"]["lr_schedule"], described["settings"]["lr"]
+        records.save_checkpoint(stopped_run, int(path.stem), arrays, described, "an earlier version's")
+    with pytest.raises(
+        ValueError, match=r"experiment\.toml says lr = 0\.05, but the checkpoints in state/ are of no lr:"
+    ):
+        run_four_rounds(stopped_run)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", " has no method, so it is not as a run wrote it: restore it, or name another folder"),
+        ("method = 'fedavg'\nlr = 'abc'\n", ": lr = 'abc': use a number"),
+    ],
+)
+def test_a_damaged_description_is_named(stopped_run: Path, content: str, message: str) -> None:
+    path = stopped_run / "experiment.toml"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{path}{message}')}$"):
+        run_four_rounds(stopped_run)
+
+
+def test_a_model_that_does_not_fit_is_a_short_sentence(finished_run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished_run, folder)
+    shutil.rmtree(folder / "state")  # which would tell that the description was edited
+    path = folder / "experiment.toml"
+    path.write_text(path.read_text().replace("tiny_data:linear", "resnet10"))
+    with pytest.raises(ValueError, match=r"model\.safetensors does not fit model 'resnet10'") as error:
+        fedheal.load(folder)
+    assert len(str(error.value)) < 220 + len(str(folder))
+    assert str(error.value).endswith(" ...)")
 
 
 def test_a_model_without_result_and_states_is_not_removed(finished_run: Path, tmp_path: Path) -> None:

@@ -156,9 +156,12 @@ class StartNote(Callback):
 
     def __init__(self, folder: Path, console: Console) -> None:
         self.folder, self.console = folder, console
+        self.has_rounds = (
+            records.find_last_round(records.check_folder(folder)) > 0
+        )  # without a checkpoint they are a warning
 
     def started(self, experiment: Mapping[str, Any], done: Sequence[RoundRecord]) -> None:
-        if not done:
+        if not done and not self.has_rounds:
             print_note(f"{self.folder} has no rounds to resume from, so the run starts with round 1", self.console)
 
 

@@ -6,6 +6,7 @@
     model.safetensors   the final model
     result.json         written last: a run that has it is finished
     lock.tmp            empty: locked by the process that runs here
+    rounds.jsonl.before-N   the records of a start that left no checkpoint
 
 A crash loses at most the rounds since the last checkpoint, whether the process is killed or the power fails. Files
 appear whole by one rename, on the disk in the order of writing (`core.atomic_files`). A resume cuts the lines beyond
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,10 @@ NO_RESULT = "name the folder of a finished run, or finish this one (fedheal run 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used, with the reason."""
+
+
+class RoundsError(CheckpointError):
+    """A whole checkpoint that cannot be used, since `rounds.jsonl` lacks records of its rounds."""
 
 
 def check_folder(folder: Path) -> Path:
@@ -138,20 +144,29 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def load_checkpoint(path: Path, owner: str | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return a checkpoint's tensors and JSON. Raise CheckpointError if it is damaged or another owner's (None: any)."""
-    try:
-        with safe_open(path, "pt") as file:
-            header = parse_json((file.metadata() or {}).get("fedheal", "null"))
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged ({error})") from error
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not a checkpoint of this version of fedheal")
+    header = read_checkpoint_header(path)
     if owner is not None and header.get("owner") != owner:
         raise CheckpointError(f"{path} belongs to another experiment")
+    try:
+        arrays = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged ({error})") from error
     metadata = header.get("state")
     if not isinstance(metadata, dict) or header.get("sum") != compute_checksum(arrays, metadata):
         raise CheckpointError(f"{path} is damaged (its checksum does not fit its contents)")
     return arrays, metadata
+
+
+def read_checkpoint_header(path: Path) -> dict[str, Any]:
+    """Return a checkpoint's format, owner, checksum and JSON (`state`), unchecked. Raise CheckpointError if it has none."""
+    try:
+        with safe_open(path, "pt") as file:
+            header = parse_json((file.metadata() or {}).get("fedheal", "null"))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged ({error})") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not a checkpoint of this version of fedheal")
+    return header
 
 
 def append_round(folder: Path, record: RoundRecord) -> None:
@@ -197,12 +212,36 @@ def drop_damaged_rounds(folder: Path) -> None:
 
 
 def truncate_rounds(folder: Path, rounds: int, allow_gaps: bool = False) -> None:
-    """Keep the records of the first `rounds` rounds. Raise CheckpointError if some are missing, unless gaps are allowed."""
+    """Keep the records of the first `rounds` rounds. Raise RoundsError if some are missing, unless gaps are allowed."""
     path = folder / "rounds.jsonl"
-    kept = [(line, fields["round"]) for line, fields in _read_whole_lines(path) if fields["round"] <= rounds]
-    if not allow_gaps and [number for _, number in kept] != list(range(1, rounds + 1)):
-        raise CheckpointError(f"{path} lacks records of rounds before {rounds}, the round of the checkpoint")
-    write_text(path, "".join(line + "\n" for line, _ in kept))
+    if not allow_gaps and (problem := _find_gap(path, rounds)):
+        wanted = f"the records of rounds 1 to {rounds}" if rounds > 1 else "the record of round 1"
+        raise RoundsError(f"{path} does not hold {wanted} ({problem})")
+    kept = [line for line, fields in _read_whole_lines(path) if fields["round"] <= rounds]
+    write_text(path, "".join(line + "\n" for line in kept))
+
+
+def _find_gap(path: Path, rounds: int) -> str | None:
+    """Return the first thing that keeps a file from holding the first `rounds` rounds, once each and in turn, or None."""
+    last = 0
+    for last, (_, fields) in enumerate(_read_whole_lines(path), 1):
+        number = fields["round"]
+        if number != last and min(number, last) <= rounds:
+            return f"line {last} is of round {number}, not {last}"
+    if last >= rounds:
+        return None
+    if len(_read_lines(path)) > last:
+        return f"line {last + 1} is not the record of a round"
+    return f"it ends after round {last}" if last else "it is empty" if path.exists() else "it is missing"
+
+
+def set_rounds_aside(folder: Path) -> Path:
+    """Rename `rounds.jsonl`, so that a new start leaves its records alone. Return the new path."""
+    paths = (folder / f"rounds.jsonl.before-{number}" for number in count(1))
+    path = next(path for path in paths if not path.exists())
+    (folder / "rounds.jsonl").rename(path)
+    sync_path(folder)
+    return path
 
 
 def replace_last_round(folder: Path, record: RoundRecord) -> None:

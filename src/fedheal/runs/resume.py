@@ -26,10 +26,12 @@ def load_newest_checkpoint(
 ) -> Checkpoint | None:
     """Return the newest usable checkpoint's tensors and JSON, or None; drop the records of later rounds and a result of them.
 
+    If there is no checkpoint, keep the records beside those of the new start, and warn.
+
     Args:
         folder: The run folder.
         owner: The owner of its checkpoints.
-        log: Where checkpoints that cannot be used are named.
+        log: Where checkpoints that cannot be used, and records that lack one, are named.
         check: Called with a checkpoint's JSON before anything is cut.
         allow_gaps: Whether a checkpoint can be used although records of earlier rounds are missing. Damaged ones are dropped.
         max_unsaved: How many rounds a run may have before its first checkpoint; None: any number.
@@ -38,6 +40,7 @@ def load_newest_checkpoint(
         ValueError: There are checkpoints and none can be used, or there must have been one and it is gone. Nothing was cut.
     """
     problems: list[str] = []
+    lacking: files.RoundsError | None = None
     for path in files.list_checkpoints(folder):
         try:
             arrays, described = files.load_checkpoint(path, owner)
@@ -46,11 +49,15 @@ def load_newest_checkpoint(
             check(described)
             _truncate(folder, described["round"], allow_gaps)
         except files.CheckpointError as problem:
+            lacking = lacking or (problem if isinstance(problem, files.RoundsError) else None)
             problems.append(str(problem))
             continue
         for text in problems:
             log.warning("%s; resuming from %s", text, path.name)
         return arrays, described
+    if lacking is not None:
+        remedy = "repair it or restore it from a backup, or move the folder away to start again"
+        raise ValueError(f"{lacking}: {remedy}; state/ has a whole checkpoint")
     if problems:
         raise ValueError(f"no checkpoint in {folder} can be used ({'; '.join(problems)}): {_advise_restoring(folder)}")
     results = [name for name in RESULT_FILES if (folder / name).exists()]
@@ -58,7 +65,12 @@ def load_newest_checkpoint(
     if results or (max_unsaved is not None and last > max_unsaved):
         found = " and ".join([*([f"records up to round {last}"] if last else []), *results])
         raise ValueError(f"{folder} has {found}, but no checkpoint in state/: {_advise_restoring(folder)}")
-    _truncate(folder, 0, allow_gaps)
+    if last:
+        kept = files.set_rounds_aside(folder)
+        found = f"{folder} has records up to round {last}, but no checkpoint"
+        log.warning("%s: the run starts again with round 1, and keeps them as %s", found, kept.name)
+    else:
+        _truncate(folder, 0, allow_gaps)
     return None
 
 

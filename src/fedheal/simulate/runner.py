@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numba
@@ -30,7 +31,7 @@ from fedheal.engine.precision import resolve_precision, use_precision
 from fedheal.runs import folder as files
 from fedheal.runs.lock import hold_lock
 from fedheal.runs.resume import Checkpoint, load_newest_checkpoint
-from fedheal.runs.schema import FREE, RoundRecord
+from fedheal.runs.schema import FREE, LATER_SETTINGS, RoundRecord
 from fedheal.runs.summary import summarise_run
 from fedheal.simulate.build import build_federation, build_module, load_domains, warn_of_idle_terms
 from fedheal.simulate.callbacks import Callback
@@ -48,7 +49,10 @@ log = logging.getLogger("fedheal")
 
 # Training seeds torch's global generators, and a run sets torch's threads and precision: runs of one process must take turns.
 ONE_RUN = threading.RLock()
+# Settings that a result has from its experiment, beside the method and seeds of their own.
+RESULT_SETTINGS = ("data", "seed", "rounds", "only", "without", "pool", "evaluate", "threads")
 REQUIRED_FIELDS = ("method", "domains", "averaged", "classes", "avg", "std", "worst")  # to read a result back
+UNDO = "restore what was changed, or name another folder"
 
 
 @dataclass(frozen=True, repr=False)
@@ -205,7 +209,7 @@ def load(folder: str | Path, module: nn.Module | None = None) -> nn.Module:
     try:
         module.load_state_dict(values)
     except RuntimeError as error:
-        reason = " ".join(str(error).split("\n")[1:2]).strip().rstrip(".")
+        reason = shorten(" ".join(str(error).split("\n")[1:2]).strip().rstrip("."), 120, placeholder=" ...")
         raise ValueError(
             f"{path / 'model.safetensors'} does not fit model '{experiment.model}', which must have changed since ({reason})"
         ) from error
@@ -218,14 +222,20 @@ def check_folder_owner(
     """Raise ValueError with the remedy if the folder holds a run of another experiment."""
     if not (folder / "experiment.toml").exists() or not _has_rounds(folder):
         return
-    written = files.read_toml(folder / "experiment.toml")
+    toml = folder / "experiment.toml"
+    written = files.read_toml(toml)
     method = written.get("method")
+    if method is None:
+        raise ValueError(f"{toml} has no method, so it is not as a run wrote it: restore it, or name another folder")
     is_same_name = method == experiment.to_dict()["method"]
     if is_same_name:  # a user's own method is known by its name alone
         written["method"] = experiment.method
     if not (is_same_name or methods.is_known(str(method))):
         raise ValueError(f"{folder} belongs to another experiment, of method '{method}': {remedy}")
-    there, here = Experiment.of(written).to_dict(), experiment.to_dict()
+    try:
+        there, here = Experiment.of(written).to_dict(), experiment.to_dict()
+    except ValueError as error:
+        raise ValueError(f"{toml}: {error}") from None
     differing = [key for key in {**there, **here} if key not in FREE and there.get(key) != here.get(key)]
     if differing:
         listed = "; ".join(f"{key} is {there.get(key)} there and {here.get(key)} here" for key in differing[:3])
@@ -279,7 +289,8 @@ class _Saver:
     def save(self, state: RunState) -> None:
         if self.folder is not None and state.round > self.saved_round:
             arrays, described = state.to_arrays()
-            described = {**described, "used": self.used}
+            settings = {key: value for key, value in self.experiment.to_dict().items() if key not in FREE}
+            described = {**described, "used": self.used, "settings": settings}
             files.save_checkpoint(self.folder, state.round, arrays, described, self.experiment.identity)
             self.saved_round, self.saved_at = state.round, time.monotonic()
 
@@ -318,8 +329,12 @@ def _open_folder(
             raise ValueError(f"the data of {folder} have changed since it was begun: remove it, or restore them")
 
     if _is_finished(folder):
-        check_used({"model": _read_finished(folder).get("model_fingerprint")}, ["model"])
+        summary = _read_finished(folder)
+        _check_result_settings(folder, experiment, summary)
+        _check_checkpoint_settings(folder, experiment)
+        check_used({"model": summary.get("model_fingerprint")}, ["model"])
         return None, files.read_rounds(folder)
+    _check_checkpoint_settings(folder, experiment)
     _check_model_can_be_written(folder, experiment.rounds)
     checkpoint = load_newest_checkpoint(
         folder,
@@ -328,6 +343,44 @@ def _open_folder(
         lambda described: check_used(described.get("used", {}), [*described.get("used", {}), *used]),
     )
     return checkpoint, files.read_rounds(folder) if checkpoint else []
+
+
+def _check_result_settings(folder: Path, experiment: Experiment, summary: Mapping[str, Any]) -> None:
+    """Raise ValueError if the settings that a result has are not those of the experiment, which is that of experiment.toml."""
+    settings = experiment.to_dict() | {"method": experiment.method_name}
+    keys = [*(key for key in ("method", *RESULT_SETTINGS) if key in summary), *SEED_FIELDS]
+    _check_same(folder, settings, summary, keys, "result.json is")
+
+
+def _check_checkpoint_settings(folder: Path, experiment: Experiment) -> None:
+    """Raise ValueError if there are checkpoints and all are of another experiment than experiment.toml."""
+    headers = []
+    for path in files.list_checkpoints(folder):
+        with suppress(files.CheckpointError):  # a damaged one says nothing
+            headers.append(files.read_checkpoint_header(path))
+    if not headers or experiment.identity in [header.get("owner") for header in headers]:
+        return
+    state = headers[0].get("state")
+    written = state.get("settings") if isinstance(state, dict) else None
+    if isinstance(written, dict):
+        settings = experiment.to_dict()
+        keys = [key for key in {**settings, **written} if key not in FREE]
+        _check_same(folder, settings, LATER_SETTINGS | written, keys, "the checkpoints in state/ are")
+    raise ValueError(
+        f"{folder / 'experiment.toml'} differs from the experiment that the checkpoints in state/ are of: {UNDO}"
+    )
+
+
+def _check_same(
+    folder: Path, here: Mapping[str, Any], there: Mapping[str, Any], keys: Iterable[str], others: str
+) -> None:
+    """Raise ValueError that names the first of the keys that differs."""
+    for key in keys:
+        if here.get(key) != there.get(key):
+            mine, other = (
+                f"no {key}" if fields.get(key) is None else f"{key} = {fields[key]!r}" for fields in (here, there)
+            )
+            raise ValueError(f"{folder / 'experiment.toml'} says {mine}, but {others} of {other}: {UNDO}")
 
 
 def _is_finished(folder: Path) -> bool:
@@ -356,7 +409,9 @@ def _read_finished(folder: Path, required: Sequence[str] = ()) -> dict[str, Any]
 
 def _has_rounds(folder: Path) -> bool:
     """Return whether a run has left anything to resume from."""
-    return (folder / "result.json").exists() or bool(files.list_checkpoints(folder)) or bool(files.read_rounds(folder))
+    if (folder / "result.json").exists() or files.list_checkpoints(folder):
+        return True
+    return bool(files.read_rounds(folder)) or files.find_last_round(folder) > 0  # the last also behind a damaged line
 
 
 def _make_result(
@@ -381,7 +436,7 @@ def _describe_run(
     device, settings = state.model.params.device, experiment.to_dict()
     libraries = {"torch": torch.__version__, "numpy": numpy.__version__, "numba": numba.__version__}
     return {
-        **{key: settings[key] for key in ("data", "seed", "rounds", "only", "without", "pool", "evaluate", "threads")},
+        **{key: settings[key] for key in RESULT_SETTINGS},
         **{key: settings[key] for key in SEED_FIELDS if key in settings},
         "method": experiment.method_name,
         "trained": {client: federation.client_domains.get(client, "") for client in federation.clients},
