@@ -263,7 +263,7 @@ def test_constructors_refuse_what_is_no_number(part: str, key: str) -> None:
 
 def test_a_list_in_a_file_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "one.toml").write_text('method = "fedprox"\nmu = [0.1]\n', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"^mu = \[0.1\]: use a finite number that is not negative$"):
+    with pytest.raises(ValueError, match=r"one\.toml: mu = \[0.1\]: use a finite number that is not negative$"):
         fedheal.Experiment.read(tmp_path / "one.toml")
 
 
