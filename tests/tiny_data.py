@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import replace
@@ -113,6 +114,10 @@ def load_many_clients() -> Domains:
 
 def linear(classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE * SIDE, classes))
+
+
+def shaped(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), num_classes))
 
 
 def wide(classes: int, width: int = 512) -> nn.Module:

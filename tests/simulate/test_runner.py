@@ -23,7 +23,7 @@ from fedheal.runs.schema import RoundRecord
 from fedheal.simulate import runner
 from fedheal.simulate.devices import resolve_device
 from fedheal.simulate.experiment import Experiment
-from tiny_data import load, quick
+from tiny_data import load, quick, shaped
 from tiny_runs import drop_seconds, get_model_bytes, run
 
 
@@ -175,6 +175,14 @@ def test_damaged_files_of_a_finished_run_are_named(tmp_path):
     (tmp_path / "run" / "result.json").write_text("[]")
     with pytest.raises(ValueError, match=r"result\.json does not hold a JSON object"):
         fedheal.load(tmp_path / "run")
+
+
+def test_a_model_that_needs_the_shape_of_an_image_is_loaded_into_a_module(tmp_path):
+    result = fedheal.run(quick(model="tiny_data:shaped"), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"'input_shape'; or give the module itself, load\(folder, module\)$"):
+        fedheal.load(tmp_path / "run")
+    loaded = fedheal.load(tmp_path / "run", shaped(3, (3, 8, 8)))
+    assert get_model_bytes(loaded) == get_model_bytes(result.model)
 
 
 def test_a_model_that_is_missing_is_written_from_the_last_checkpoint(tmp_path):

@@ -204,7 +204,11 @@ def load(folder: str | Path, module: nn.Module | None = None) -> nn.Module:
     if module is None:
         if DESCRIPTION.fullmatch(experiment.model):
             raise ValueError(f"the model of {path} was a Python object, {experiment.model}: give load(folder, module)")
-        module = build_module(experiment, len(files.read_result(path, ["classes"])["classes"]))
+        classes = len(files.read_result(path, ["classes"])["classes"])
+        try:
+            module = build_module(experiment, classes)
+        except ValueError as error:  # its function may need the shape of an image, which only the data tell
+            raise ValueError(f"{error}; or give the module itself, load(folder, module)") from error
     values = files.load_tensors(path / "model.safetensors")
     try:
         module.load_state_dict(values)
