@@ -156,9 +156,8 @@ class StartNote(Callback):
 
     def __init__(self, folder: Path, console: Console) -> None:
         self.folder, self.console = folder, console
-        self.has_rounds = (
-            records.find_last_round(records.check_folder(folder)) > 0
-        )  # without a checkpoint they are a warning
+        # Records without a checkpoint have a warning of their own.
+        self.has_rounds = records.find_last_round(records.check_folder(folder)) > 0
 
     def started(self, experiment: Mapping[str, Any], done: Sequence[RoundRecord]) -> None:
         if not done and not self.has_rounds:
