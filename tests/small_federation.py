@@ -18,10 +18,11 @@ CPU = torch.device("cpu")
 def make_federation(method: str = "fedavg", **keys: Any) -> Federation:
     fields: dict[str, Any] = {
         "model": "tiny_data:feature_model",
-        "epochs": 2,
         "augment": "crop-flip",
         "participation": 0.7,
     }
+    if "steps" not in keys:
+        fields["epochs"] = 2
     if method in ("fedce", "fedga"):
         fields["validation"] = 0.25
     return build_federation(quick(method=method, rounds=3, **fields | keys), load(), CPU)
