@@ -210,9 +210,7 @@ class FairStrategy(Strategy):
             TooManyEmptyRounds: The model stayed as it was in `max_empty_rounds` rounds in a row.
             TypeError: The grid or the initial model is of another type.
         """
-        if not hasattr(grid, "send_and_receive"):  # a class of a test or a guide may replace Flower's
-            given = f"grid is a {type(grid).__name__}"
-            raise TypeError(f"{given}: give the one that Flower passes to the ServerApp's main(grid, context)")
+        _check_grid(grid)
         check_type("initial_arrays", initial_arrays, ArrayRecord, "give ArrayRecord(model.state_dict())")
         check_count("num_rounds", num_rounds)
         Parameter("timeout", 1.0, gt=0).check(timeout)
@@ -503,6 +501,13 @@ def _find_silent(requests: OpenRequests, received: Sequence[ReceivedReply]) -> l
     """Return the clients that were asked and did not reply, from any node."""
     nodes, names = {reply.node for reply in received}, {reply.client for reply in received if reply.problem is None}
     return sorted(name for node, name in requests.nodes.items() if node not in nodes and name not in names)
+
+
+def _check_grid(grid: object) -> None:
+    """Raise TypeError unless messages can be sent with it. It need not be Flower's class: tests and guides have their own."""
+    if not hasattr(grid, "send_and_receive"):
+        given = f"grid is a {type(grid).__name__}"
+        raise TypeError(f"{given}: give the one that Flower passes to the ServerApp's main(grid, context)")
 
 
 def _store(metrics_by_round: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> None:
