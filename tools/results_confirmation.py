@@ -13,7 +13,15 @@ from fedheal.analysis.paired_tests import holm
 from fedheal.reproduce import RECIPES
 from fedheal.reproduce.plans import Recipe, RecipeRow
 from results_data import Run, read_runs
-from results_page import TEST_COLUMNS, describe_time, format_list, format_table, tabulate_tests
+from results_page import (
+    TEST_COLUMNS,
+    WITHOUT_STAND_IN,
+    describe_time,
+    drop_stand_ins,
+    format_list,
+    format_table,
+    tabulate_tests,
+)
 
 WITH_ADAM = RecipeRow("uniform weights with FedAdam", "fedavg+uniform+fedadam")
 CONTROLS = ("uniform weights", "FedHEAL (paper)")  # rows of the headline: runs serve both
@@ -106,6 +114,20 @@ def read_confirmation(confirmation: Confirmation, results: Path, data: str) -> l
 def _write_data_set(confirmation: Confirmation, runs: Sequence[Run], data: str) -> list[str]:
     chosen, seeds = confirmation.chosen.label, confirmation.seeds[data]
     groups = {row.label: [run for run in runs if run.entry == row] for row in confirmation.list_rows(data)}
+    parts = [*_compare_rows(groups, chosen), describe_time(runs)]
+    if any(len(group) < len(seeds) for group in groups.values()):
+        options = f"--recipe {confirmation.folder} --data {data}"
+        return [*parts, *_report_futility(groups, chosen, len(seeds)), *_list_open_runs(groups, seeds, options)]
+    parts.append(f"All {len(runs)} runs are finished.")
+    if reduced := drop_stand_ins(runs, data):
+        groups = {label: [run for run in reduced if run.label == label] for label in groups}
+        heading = f"#### {confirmation.title} on {data}, without the stand-in"
+        parts += [heading, WITHOUT_STAND_IN, *_compare_rows(groups, chosen)]
+    return parts
+
+
+def _compare_rows(groups: Mapping[str, Sequence[Run]], chosen: str) -> list[str]:
+    """Return the rows' means over their common seeds, and the tests."""
     shared = set.intersection(*({run.experiment.seed for run in group} for group in groups.values() if group))
     columns = ("AVG", "STD", "worst")
     lines = [
@@ -119,14 +141,11 @@ def _write_data_set(confirmation: Confirmation, runs: Sequence[Run], data: str) 
     if chosen in compared and len(compared) > 1:
         tests, notes = tabulate_tests(compared, chosen)
         parts += [format_table([f"less {chosen}", *TEST_COLUMNS], tests), format_list(notes)]
-    open_runs = _list_open_runs(groups, seeds, f"--recipe {confirmation.folder} --data {data}")
-    return [*parts, describe_time(runs), *_report_futility(groups, chosen, len(seeds)), *open_runs]
+    return parts
 
 
 def _report_futility(groups: Mapping[str, Sequence[Run]], chosen_label: str, planned: int) -> list[str]:
     """Name the comparisons that open runs can no longer make significant. Return nothing if there are none."""
-    if all(len(group) == planned for group in groups.values()):
-        return []
     chosen = {run.experiment.seed: run.numbers for run in groups[chosen_label]}
     bounds = {}
     for label in groups:
@@ -167,8 +186,6 @@ def _list_open_runs(groups: Mapping[str, Sequence[Run]], seeds: Sequence[int], w
         for label, group in groups.items()
     }
     number = sum(map(len, missing.values()))
-    if not number:
-        return [f"All {len(groups) * len(seeds)} runs are finished."]
     lines = [f"{label}: seeds {', '.join(map(str, open_seeds))}" for label, open_seeds in missing.items() if open_seeds]
     command = f"python tools/results.py run {words} --seeds {','.join(map(str, seeds))}"
     first = f"Open are {number} of {len(groups) * len(seeds)} runs (`{command}`, then `collect`):"

@@ -53,6 +53,10 @@ INDEPENDENT_SOURCE = (
     "last five of 200 rounds, one seed a line. It has its own split and first model, so that some of a difference "
     "comes from that alone. Its numbers are quoted: there are no records of its runs here."
 )
+WITHOUT_STAND_IN = (
+    "AVG, STD and worst over the other domains. The stand-in's clients trained these models, too; only its column is left out. "
+    "This table was made after the results were known."
+)
 LIMITS = {"mnist": 5.0, "usps": 3.0, "svhn": 3.0}  # points; more is a bug until it is explained
 
 
@@ -194,12 +198,21 @@ def _test_differences(runs: Sequence[Run], heading: str = "### What may be concl
 
 def _leave_out_stand_ins(runs: Sequence[Run], data: str) -> list[str]:
     """Repeat the headline's means and tests without the columns of stand-ins."""
+    reduced = drop_stand_ins([run for run in runs if run.entry.label in HEADLINE], data)
+    tests = _test_differences(reduced, "### Without the stand-in")
+    if not tests:
+        return []
+    heading, *rest = tests
+    return [heading, WITHOUT_STAND_IN, tabulate_means(reduced), *rest]
+
+
+def drop_stand_ins(runs: Sequence[Run], data: str) -> list[Run]:
+    """Return the runs without the columns of stand-ins, or an empty list if no run has one."""
     stand_ins = _find_stand_ins(data)
-    headline = [run for run in runs if run.entry.label in HEADLINE]
-    if not any(domain in stand_ins for run in headline for domain in run.summary["domains"]):
+    if not any(domain in stand_ins for run in runs for domain in run.summary["domains"]):
         return []
     reduced = []
-    for run in headline:
+    for run in runs:
         domains, sizes = (
             {domain: value for domain, value in run.summary[key].items() if domain not in stand_ins}
             for key in ("domains", "test_sizes")
@@ -207,15 +220,7 @@ def _leave_out_stand_ins(runs: Sequence[Run], data: str) -> list[str]:
         reduced.append(
             replace(run, summary={**run.summary, "domains": domains, "test_sizes": sizes, **fairness(domains)})
         )
-    tests = _test_differences(reduced, "### Without the stand-in")
-    if not tests:
-        return []
-    note = (
-        "AVG, STD and worst over the other domains. The stand-in's clients trained these models, too; only its column is left "
-        "out. This table was made after the results were known."
-    )
-    heading, *rest = tests
-    return [heading, note, tabulate_means(reduced), *rest]
+    return reduced
 
 
 def tabulate_tests(groups: Mapping[str, Sequence[Run]], control: str) -> tuple[list[list[str]], list[str]]:

@@ -71,6 +71,30 @@ def test_a_finished_confirmation_says_so(confirmation, tmp_path):
     assert "All 32 runs are finished." in confirmation.write_confirmations(tmp_path)
 
 
+def test_a_finished_confirmation_is_repeated_without_the_stand_in(confirmation, tmp_path):
+    of_scaffold = confirmation.OF_SCAFFOLD
+    seeds = of_scaffold.seeds["digits"]
+    make_runs(tmp_path / "digits", "fedavg+uniform", 0.0, seeds)
+    make_runs(tmp_path / "digits", "fedavg+fedheal", 1.0, seeds)
+    folder = tmp_path / of_scaffold.folder / "digits"
+    for seed in seeds:  # SCAFFOLD gains on the stand-in alone, and loses elsewhere
+        make_run(folder, "digits", "scaffold", {d: v + (20.0 if d == "syn_standin" else -2.0) for d, v in START.items()}, 200,
+                 seed=seed)  # fmt: skip
+    page, _, reduced = "\n".join(confirmation.write_confirmations(tmp_path)).partition("without the stand-in\n")
+    assert "| uniform weights | AVG | -3.50 | " in page  # (20 - 3 x 2) / 4
+    assert "| uniform weights | AVG | +2.00 | " in reduced
+    assert "| FedHEAL (paper) | AVG | +3.00 | " in reduced
+    assert "This table was made after the results were known." in reduced
+
+
+def test_an_open_confirmation_is_not_repeated_without_the_stand_in(confirmation, tmp_path):
+    for row in confirmation.OF_SCAFFOLD.list_rows("digits"):
+        make_runs(tmp_path / "confirmation-scaffold" / "digits", row.method, 0.0, (1, 2))
+    page = "\n".join(confirmation.write_confirmations(tmp_path))
+    assert "Confirmation of SCAFFOLD on digits" in page
+    assert "without the stand-in" not in page
+
+
 def test_fedheal_has_the_papers_tau(confirmation):
     methods = {
         data: [row.method for row in confirmation.OF_SEARCH.list_rows(data)] for data in ("digits", "office-caltech")
