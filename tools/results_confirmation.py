@@ -20,6 +20,7 @@ from results_page import (
     drop_stand_ins,
     format_list,
     format_table,
+    subtract_row,
     tabulate_tests,
 )
 
@@ -114,7 +115,7 @@ def read_confirmation(confirmation: Confirmation, results: Path, data: str) -> l
 def _write_data_set(confirmation: Confirmation, runs: Sequence[Run], data: str) -> list[str]:
     chosen, seeds = confirmation.chosen.label, confirmation.seeds[data]
     groups = {row.label: [run for run in runs if run.entry == row] for row in confirmation.list_rows(data)}
-    parts = [*_compare_rows(groups, chosen), describe_time(runs)]
+    parts = [*_compare_rows(groups, chosen, data), describe_time(runs)]
     if any(len(group) < len(seeds) for group in groups.values()):
         options = f"--recipe {confirmation.folder} --data {data}"
         return [*parts, *_report_futility(groups, chosen, len(seeds)), *_list_open_runs(groups, seeds, options)]
@@ -122,12 +123,12 @@ def _write_data_set(confirmation: Confirmation, runs: Sequence[Run], data: str) 
     if reduced := drop_stand_ins(runs, data):
         groups = {label: [run for run in reduced if run.label == label] for label in groups}
         heading = f"#### {confirmation.title} on {data}, without the stand-in"
-        parts += [heading, WITHOUT_STAND_IN, *_compare_rows(groups, chosen)]
+        parts += [heading, WITHOUT_STAND_IN, *_compare_rows(groups, chosen, data)]
     return parts
 
 
-def _compare_rows(groups: Mapping[str, Sequence[Run]], chosen: str) -> list[str]:
-    """Return the rows' means over their common seeds, and the tests."""
+def _compare_rows(groups: Mapping[str, Sequence[Run]], chosen: str, data: str) -> list[str]:
+    """Return the rows' means over their common seeds, the differences by domain, and the tests."""
     shared = set.intersection(*({run.experiment.seed for run in group} for group in groups.values() if group))
     columns = ("AVG", "STD", "worst")
     lines = [
@@ -137,6 +138,8 @@ def _compare_rows(groups: Mapping[str, Sequence[Run]], chosen: str) -> list[str]
     ]  # fmt: skip
     averaged = f"{'seed' if len(shared) == 1 else 'mean of seeds'} {', '.join(map(str, sorted(shared)))}"
     parts = [format_table([f"percent, {averaged}", *columns, "runs with seeds"], lines)] if lines else []
+    differences, _ = subtract_row([run for group in groups.values() for run in group], CONTROLS[0], data)
+    parts += [differences] if differences else []
     compared = {label: group for label, group in groups.items() if len(group) > 1}
     if chosen in compared and len(compared) > 1:
         tests, notes = tabulate_tests(compared, chosen)

@@ -67,9 +67,9 @@ def write_page(recipe: Recipe, data_sets: Iterable[tuple[str, Path, int]]) -> st
         "Written by `make results` from the run folders here; a test says when it is out of date. A row's name leads to its "
         "folder: the complete description of the run (`experiment.toml`), every round (`rounds.jsonl`) and what came out "
         "(`result.json`). The rows are those of the recipe `headline` (`docs/reproduce.md`). The runs of "
-        "`docs/search-plan.md` are in `search` and `confirmation`, runs with crossed seeds in `variance`, and repeated runs in "
-        "`repeats`. The confirmation is at the end of this page; `docs/findings.md` and `docs/performance.md` have the numbers "
-        "of the others.",
+        "`docs/search-plan.md` are in `search`, `confirmation` and `confirmation-scaffold`, runs with crossed seeds in "
+        "`variance`, and repeated runs in `repeats`. The confirmations are at the end of this page; `docs/findings.md` and "
+        "`docs/performance.md` have the numbers of the others.",
         "The paper's numbers and those of an independent implementation are quoted, and the latter have no records in this "
         "repository. Everything else is computed from what is in the folders.",
     ]

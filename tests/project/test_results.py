@@ -136,6 +136,34 @@ def test_the_numbers_without_the_stand_in_in_the_findings_are_those_of_the_resul
     }
 
 
+def test_the_confirmation_of_scaffold_in_the_findings_is_that_of_the_results():
+    """Means, gains (the results subtract SCAFFOLD, the findings its controls) and p on Digits; means on Office-Caltech."""
+    findings, results = (
+        (ROOT / page).read_text(encoding="utf-8").partition(heading)[2]
+        for page, heading in (
+            ("docs/findings.md", "## SCAFFOLD: the confirmation\n"),
+            ("results/README.md", "### Confirmation of SCAFFOLD on digits\n"),
+        )
+    )
+    written = read_tables(findings.partition("\n## ")[0])
+    digits, _, office = results.partition("### Confirmation of SCAFFOLD on office-caltech\n")
+    means, _, tests = read_tables(digits.partition("####")[0])
+    assert [row[:4] for row in written[0][1:]] == [row[:4] for row in means[1:]]
+    gains = {(row[0], row[1]): (f"{-float(row[2]):+.2f}", row[5]) for row in tests[1:]}
+    assert {row[0]: tuple(row[4:8]) for row in written[0][1:3]} == {
+        label: gains[label, "AVG"] + gains[label, "STD"] for label in ("uniform weights", "FedHEAL (paper)")
+    }
+    rounded = [[row[0], *(f"{float(cell):.1f}" for cell in row[1:3])] for row in read_tables(office)[0][1:]]
+    assert [[row[0], *row[4:6]] for row in written[1][1:]] == rounded
+
+
+def read_tables(text):
+    """Return the tables of a page: their lines' cells, without the rules below their heads."""
+    blocks = [block for block in text.split("\n\n") if block.strip().startswith("|")]
+    cells = [[[c.strip() for c in line.strip("|").split("|")] for line in b.strip().splitlines()] for b in blocks]
+    return [[head, *rows] for head, _, *rows in cells]
+
+
 def test_the_rows_of_the_readme_are_those_of_the_results():
     readme, results = ((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "results/README.md"))
     table = readme.partition("<!-- from results/README.md -->\n")[2].partition("\n\n")[0].splitlines()
