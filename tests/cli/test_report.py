@@ -111,6 +111,13 @@ def test_a_report_of_what_is_not_there_says_what_is(call, tmp_path: Path) -> Non
     assert_sentence(call("report", "runs/other"), said)
 
 
+def test_a_folder_without_runs_is_called_that(call, tmp_path: Path) -> None:
+    for name in ("empty", "photos"):
+        (tmp_path / name).mkdir()
+    assert_sentence(call("report", "empty"), "there is no finished run in empty: it holds no runs\n")
+    assert_sentence(call("report", "empty", "photos"), "there is no finished run in empty, photos: they hold no runs\n")
+
+
 def test_how_to_resume_is_said_of_a_comparison_and_of_a_run(call, tmp_path: Path) -> None:
     for seed in (0, 1):
         run_folder(tmp_path / "here" / f"fedavg-{seed}", "fedavg", seed=seed, finished=False)

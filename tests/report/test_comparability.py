@@ -173,6 +173,7 @@ def test_a_result_that_lacks_what_a_report_needs_is_refused_by_name(runs, text, 
         ({"validation": {"avg": 80.0}}, "there is no validation.std"),
         ({"domains": {"a": 100.1}}, "domains must have accuracies from 0 to 100, got {'a': 100.1}"),
         ({"domains": {"a": 50.0, "b": -1.0}}, "domains must have accuracies from 0 to 100, got {'a': 50.0, 'b': -1.0}"),
+        ({"clients": {"a-0": 250.0}}, "clients must have accuracies from 0 to 100, got {'a-0': 250.0}"),
         ({"versions": ["1"]}, "versions must be a dictionary, got ['1']"),
     ],
 )

@@ -77,6 +77,20 @@ def test_one_domain_has_no_best_std():
     assert [leader.column for leader in conclusions.find_leaders(found)] == ["AVG"]
 
 
+def test_the_tests_on_one_domain_are_of_avg_alone():
+    """Six seeds suffice for one comparison (p = 2/64). With STD in the family, which is always 0, they would not."""
+    rows = []
+    for method, gain in (("fedavg", 0.0), ("fedheal", 2.0)):
+        for seed in range(6):
+            domains = {"photo": 80.0 + seed + gain}
+            summary = {**ROWS[0].summaries[0], "method": method, "seed": seed, "test_sizes": {"photo": 30}}
+            row = replace(ROWS[0], method=method, seed=seed, domains=domains, fairness=fairness(domains))
+            rows.append(replace(row, summaries=(summary,)))
+    (comparison,) = conclusions.analyse_rows(rows, "fedavg").metrics
+    assert (comparison.metric, comparison.comparisons, comparison.p_adjusted) == ("avg", 1, 2 / 64)
+    assert "fedheal is better than fedavg in AVG by 2.00 points" in conclusions.conclude(rows, "fedavg")[0]
+
+
 def test_markdown_latex_and_text():
     (table,) = build_tables(ROWS)
     assert "| fedavg | **82.00** ± 2.83 | 60.00 ± 0.00 |" in format_markdown(table)

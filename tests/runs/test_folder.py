@@ -243,7 +243,9 @@ def test_no_rounds_yet(tmp_path: Path) -> None:
 
 
 def test_numbers_that_json_has_not_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"round 1 cannot be recorded: domains.a = nan is not JSON-serialisable"):
+    with pytest.raises(ValueError, match=r"round 1 cannot be recorded: train_loss = nan is not JSON-serialisable"):
+        records.append_round(tmp_path, RoundRecord(round=1, train_loss=float("nan")))
+    with pytest.raises(ValueError, match=r"round 1 cannot be recorded: domains must have accuracies from 0 to 100"):
         records.append_round(tmp_path, RoundRecord(round=1, domains={"a": float("nan")}))
     assert records.read_rounds(tmp_path) == []
 

@@ -41,6 +41,10 @@ def test_the_deviation_is_that_of_the_means_and_not_the_mean_of_the_rounds_devia
         ({"weights": [0.5]}, "weights must be a dictionary, got [0.5]"),
         ({"weights": {"a": "1"}}, "weights.a must be a number, got '1'"),
         ({"report": {"kept": {"a": True}}}, "report.kept must map names to numbers, got {'a': True}"),
+        ({"domains": {"a": 250.0}}, "domains must have accuracies from 0 to 100, got {'a': 250.0}"),
+        ({"domains": {"a": float("nan")}}, "domains must have accuracies from 0 to 100, got {'a': nan}"),
+        ({"clients": {"a": 9.0, "b": -1.0}}, "clients must have accuracies from 0 to 100, got {'a': 9.0, 'b': -1.0}"),
+        ({"validation": {"a": 101.0}}, "validation must have accuracies from 0 to 100, got {'a': 101.0}"),
     ],
 )
 def test_a_round_with_a_wrong_type_is_one_sentence(fields: dict[str, Any], sentence: str) -> None:

@@ -68,7 +68,8 @@ def analyse_rows(rows: Sequence[Row], reference: str | None = None) -> Findings:
     paired = {name: seeds for name, seeds in methods.items() if name not in unpaired}
     if len(paired) < 2 or share_levels(rows):
         return Findings(reference, rows, methods, unpaired, [], [])
-    metrics = [c for group in compare_metrics(paired, reference, METRICS).values() for c in group]
+    tested = METRICS if len(rows[0].domains) > 1 else ("avg",)  # one domain has no spread
+    metrics = [c for group in compare_metrics(paired, reference, tested).values() for c in group]
     domains = compare_domains(paired, reference, rows[0].summaries[0]["test_sizes"])
     return Findings(reference, rows, methods, unpaired, metrics, domains)
 
@@ -105,7 +106,8 @@ def write_headline(found: Findings) -> str:
     if claims:
         words = [_describe_claim(c) for c in claims[:MAX_CLAIMS]]
         more = f", and {len(claims) - MAX_CLAIMS} more differences" if len(claims) > MAX_CLAIMS else ""
-        rest = "" if len(claims) == len(found.metrics) else " No other difference in AVG or STD can be concluded."
+        tested = " or ".join(dict.fromkeys(c.metric.upper() for c in found.metrics))
+        rest = "" if len(claims) == len(found.metrics) else f" No other difference in {tested} can be concluded."
         return f"{'; '.join(words)}{more}.{rest}"
     seeds = " to ".join(map(str, sorted({f(c.n for c in found.metrics) for f in (min, max)})))
     if all(c.smallest_p_adjusted > ALPHA for c in found.metrics):

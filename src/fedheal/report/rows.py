@@ -132,7 +132,9 @@ def explain_no_runs(paths: Sequence[Path]) -> str:
     federation = next((file.parent for path in paths for file in sorted(path.rglob("federation.toml"))), None)
     if federation is None:
         begun = [folder for path in paths for folder in _list_begun(path)]
-        if begun and all(folder in paths for folder in begun):
+        if not begun:
+            return "it holds no runs" if len(paths) == 1 else "they hold no runs"
+        if all(folder in paths for folder in begun):
             return f"{FINISHED}; resume it with fedheal run --resume --out {begun[0]}"
         again = "run the same fedheal compare (or demo, sweep or reproduce) again"
         return f"{FINISHED}; {again} to resume its runs, or fedheal run --resume --out FOLDER for a run of its own"

@@ -60,7 +60,7 @@ class RoundRecord(_Record):
     def to_json(self) -> str:
         """Return the line of `rounds.jsonl`."""
         try:
-            _check_report(self.report)
+            _check_record(self)
         except ValueError as error:
             raise ValueError(f"round {self.round} cannot be recorded: {error}") from None
         fields = dict(self)
@@ -106,9 +106,7 @@ class _RunHead(_Record):
     @field_validator("domains")
     @classmethod
     def _check_accuracies(cls, domains: dict[str, float]) -> dict[str, float]:
-        if not all(0 <= accuracy <= 100 + ROUNDING for accuracy in domains.values()):
-            raise ValueError(f"domains must have accuracies from 0 to 100, got {reprlib.repr(domains)}")
-        return domains
+        return _check_percentages(domains, "domains")
 
 
 class RunResult(Fairness, _RunHead):
@@ -162,12 +160,24 @@ class RunResult(Fairness, _RunHead):
             raise ValueError(f"test_sizes must have the names of domains, got {reprlib.repr(sizes)}")
         return sizes
 
+    @field_validator("clients")
+    @classmethod
+    def _check_clients(cls, clients: dict[str, float]) -> dict[str, float]:
+        return _check_percentages(clients, "clients")
+
     @field_validator("consistency")
     @classmethod
     def _check_consistency(cls, shares: dict[str, list[float]] | None) -> dict[str, list[float]] | None:
         if shares is not None and len(set(map(len, shares.values()))) > 1:
             raise ValueError(f"consistency must have lists of one length, got {reprlib.repr(shares)}")
         return shares
+
+
+def _check_percentages(accuracies: dict[str, float], name: str) -> dict[str, float]:
+    """Return the accuracies. Raise ValueError if one is not from 0 to 100; NaN is not, either."""
+    if not all(0 <= accuracy <= 100 + ROUNDING for accuracy in accuracies.values()):
+        raise ValueError(f"{name} must have accuracies from 0 to 100, got {reprlib.repr(accuracies)}")
+    return accuracies
 
 
 def check_result(summary: Mapping[str, Any], required: Collection[str] | None = None) -> None:
@@ -193,9 +203,9 @@ def parse_model(model: type[Model], fields: Mapping[str, Any]) -> Model:
 
 
 def parse_round(fields: Mapping[str, Any]) -> RoundRecord:
-    """Return a round's record, or raise ValueError if a field has the wrong type."""
+    """Return a round's record, or raise ValueError if a field has the wrong type or an accuracy is impossible."""
     record = parse_model(RoundRecord, fields)
-    _check_report(record.report)
+    _check_record(record)
     return record
 
 
@@ -231,6 +241,12 @@ def _find_unserialisable(record: Mapping[str, Any], prefix: str = "") -> str:
                 return _find_unserialisable(value, f"{prefix}{key}.")
             return f"{prefix}{key} = {value!r} is not JSON-serialisable"
     return "it is nested too deeply"
+
+
+def _check_record(record: RoundRecord) -> None:
+    for name in ("domains", "clients", "validation"):
+        _check_percentages(getattr(record, name) or {}, name)
+    _check_report(record.report)
 
 
 def _check_report(report: Mapping[str, Any]) -> None:
