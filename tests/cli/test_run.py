@@ -181,6 +181,15 @@ def test_resume_of_a_run_that_never_began_starts_it(call) -> None:
     assert call("run", *WORDS, "--resume", "--quiet", "--out", "here") == Done(0, "", "")
 
 
+def test_weights_that_the_controls_do_not_have_are_noted_before_the_first_round(call) -> None:
+    given = [word for word in WORDS if not word.startswith("method=")]
+    problem = "the weights of 'afl' do not apply to the controls of 'scaffold', so training can fail"
+    done = call("run", *given, "method=scaffold+afl", "--out", "uneven")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines()[0] == f"Note: scaffold+afl: {problem}; fair_controls=p applies them to both."
+    assert "Note: " not in call("run", *given, "method=scaffold:fair_controls=p+afl", "--out", "even").out
+
+
 @pytest.mark.parametrize("out", [[], ["--out", "here"]])
 def test_resume_says_where_there_was_nothing_to_resume(call, tmp_path: Path, out: list[str]) -> None:
     first = call("run", *WORDS, "--resume", *out)

@@ -98,3 +98,21 @@ def test_functions_that_take_two_arguments_are_accepted(function):
 def test_the_server_optimiser_can_be_imported_beside_the_strategies():
     assert ServerOfFlower is Server
     assert FedHEAL(server=ServerOfFlower("adam")).server == Server("adam")
+
+
+@pytest.mark.parametrize(("method", "stage"), [("scaffold+fedheal", "fedheal"), ("feddyn+qffl", "qffl")])
+def test_weights_that_the_controls_do_not_have_are_warned_of(caplog, method, stage):
+    with caplog.at_level("WARNING", "flwr.fedheal"):
+        FairStrategy(method)
+    local = method.partition("+")[0]
+    problem = f"the weights of '{stage}' do not apply to the controls of '{local}', so training can fail"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{method}: {problem}; leave that stage out, since clients keep their controls"
+    ]
+
+
+@pytest.mark.parametrize("method", ["scaffold", "scaffold+fphl", "fedprox+fedheal", "scaffold+uniform"])
+def test_methods_whose_controls_agree_with_their_weights_start_without_a_warning(caplog, method):
+    with caplog.at_level("WARNING", "flwr.fedheal"):
+        FairStrategy(method)
+    assert caplog.records == []

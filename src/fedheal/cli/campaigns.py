@@ -178,7 +178,7 @@ def sweep_command(
     run_trials = functools.partial(run_jobs, quiet=quiet or as_json, title="", jobs=jobs, ray=ray, is_search=True)
     first = wanted.jobs(wanted.point(0))[0]
     if ray is None and not first.is_finished:
-        display.print_class_notes([first.experiment], Console(quiet=quiet or as_json))
+        display.print_notes([first.experiment], Console(quiet=quiet or as_json))
     found = list(sweep.SEARCHES[search](wanted, run_trials, tried))
     best = sweep.choose_best(found, metric)
     summary = {

@@ -29,6 +29,7 @@ from fedheal.core.parameter import get_parameters
 from fedheal.data import SPECS, find_spec
 from fedheal.data.on_disk import FOLDER_PREFIX, note_classes, open_dataset
 from fedheal.methods.costs import COSTS
+from fedheal.methods.uneven_controls import explain_uneven_controls
 from fedheal.report import rows, tables
 from fedheal.report.diagnose import diagnose_run, draw_diagnosis, explain_diagnosis, format_diagnosis
 from fedheal.report.figures import save_figure
@@ -141,8 +142,17 @@ def print_note(note: str, console: Console) -> None:
     console.print(f"Note: {note}.", highlight=False, markup=False, soft_wrap=True)
 
 
-def print_class_notes(experiments: Iterable[Experiment], console: Console) -> None:
-    """Name the classes of image folders that not every domain has, before clients train without them."""
+def print_notes(experiments: Iterable[Experiment], console: Console) -> None:
+    """Name what may be overlooked before clients train: missing classes, and weights that controls do not have."""
+    experiments = list(experiments)
+    _print_class_notes(experiments, console)
+    for name, method in {e.method_name: e.resolved_method for e in experiments}.items():
+        if problem := explain_uneven_controls(method):
+            print_note(f"{name}: {problem}; fair_controls=p applies them to both", console)
+
+
+def _print_class_notes(experiments: Iterable[Experiment], console: Console) -> None:
+    """Name the classes of image folders that not every domain has."""
     requests = dict.fromkeys((e.data, make_data_request(e)) for e in experiments)
     for name, request in requests:
         if name in SPECS or name.startswith(FOLDER_PREFIX):

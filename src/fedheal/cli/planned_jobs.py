@@ -30,7 +30,7 @@ def run_jobs(
     console, schedule = Console(quiet=quiet), describe_schedule(planned, jobs, ray)
     finished = run_all(planned, jobs, ray)  # checks all of them before anything is printed
     if ray is None and not is_search:
-        display.print_class_notes((job.experiment for job in planned if not job.is_finished), console)
+        display.print_notes((job.experiment for job in planned if not job.is_finished), console)
     if note:
         display.print_note(note, console)
     if title:

@@ -73,7 +73,7 @@ def run_command(
         from fedheal.tracking import tracker  # imported late: its libraries are optional
 
         callbacks.append(tracker(track, folder))
-    display.print_class_notes([experiment], console)
+    display.print_notes([experiment], console)
     result = run(experiment, folder, resume, callbacks, progress=False)
     if as_json:
         typer.echo(json.dumps(dict(result.summary), indent=2))

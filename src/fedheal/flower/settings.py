@@ -1,6 +1,7 @@
 """The settings of a strategy, checked when it is made."""
 
 import inspect
+import logging
 from dataclasses import dataclass
 
 from torch import nn
@@ -16,8 +17,10 @@ from fedheal.flower.messages import check_dtypes
 from fedheal.local.fedce import FedCE
 from fedheal.local.scaffold import Scaffold
 from fedheal.methods import Method
+from fedheal.methods.uneven_controls import explain_uneven_controls
 
 PLACEMENTS = ("server", "client")
+log = logging.getLogger("flwr.fedheal")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +96,8 @@ def resolve_method(method: Aggregator | Method | str, name: str | None, clients_
             raise ValueError("fair_controls = 'p' needs every client's control variate on the server: use 'uniform'")
         if isinstance(term, FedCE):
             raise ValueError("fedce sends each client its own weight, which no broadcast can carry: simulate it")
+    if problem := explain_uneven_controls(resolved):
+        log.warning("%s: %s; leave that stage out, since clients keep their controls", resolved.name, problem)
     return resolved
 
 
