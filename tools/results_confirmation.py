@@ -138,7 +138,8 @@ def _compare_rows(groups: Mapping[str, Sequence[Run]], chosen: str, data: str) -
     ]  # fmt: skip
     averaged = f"{'seed' if len(shared) == 1 else 'mean of seeds'} {', '.join(map(str, sorted(shared)))}"
     parts = [format_table([f"percent, {averaged}", *columns, "runs with seeds"], lines)] if lines else []
-    differences, _ = subtract_row([run for group in groups.values() for run in group], CONTROLS[0], data)
+    paired = [run for group in groups.values() for run in group if run.experiment.seed in shared]
+    differences, _ = subtract_row(paired, CONTROLS[0], data)
     parts += [differences] if differences else []
     compared = {label: group for label, group in groups.items() if len(group) > 1}
     if chosen in compared and len(compared) > 1:
@@ -161,7 +162,8 @@ def _report_futility(groups: Mapping[str, Sequence[Run]], chosen_label: str, pla
     if not futile:
         return []
     return [
-        "**The answer is not *yes*.** Whatever the open seeds give, p after Holm's correction will be at least "
+        "**The answer is not *yes*.** Whatever the open seeds give, the chosen method cannot be shown to be better in every "
+        "comparison: p of a gain after Holm's correction will be at least "
         + ", ".join(f"{p:.3f} for {name}" for name, p in futile.items())
         + ". The open runs can still narrow the intervals."
     ]
