@@ -160,6 +160,7 @@ def _list_parameters() -> list[str]:
         "",
         "Also shown by `fedheal methods NAME`. MarsFL and RethinkFL are public code of the research group behind the FedHEAL",
         "paper, which itself does not give the parameters of the methods it compares with. [methods.md](methods.md) says more.",
+        "Every number is at most 1e30, which float32 still holds.",
         "",
         "| part | parameter | default | values | what it is | source of the default |",
         "|---|---|---|---|---|---|",
