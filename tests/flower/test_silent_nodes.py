@@ -129,7 +129,30 @@ def test_an_error_of_the_superlink_is_no_answer_and_one_of_the_node_is(monkeypat
     assert [DEAD in nodes for nodes in clock.grid.asked] == [True, True, False, False]
     code, clock = 2, NodeOutages(4, {2: {DEAD}})  # a stock app has no function for queries, and raises
     clock.run()
-    assert all(DEAD in nodes for nodes in clock.grid.asked)
+    assert [DEAD in nodes for nodes in clock.grid.asked] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("fraction_evaluate", [0.0, 1.0])
+def test_a_node_that_answers_queries_and_never_trains_is_asked_ever_more_rarely(fraction_evaluate):
+    clock, timeouts = NodeOutages(40, {}, fraction_evaluate=fraction_evaluate), []
+
+    def crash(node: int, reply: Message) -> list[Message]:
+        number = clock.strategy.rounds.current.number if clock.strategy.rounds.current else 0
+        if node != DEAD or reply.metadata.message_type != "train" or number >= 30:
+            return [reply]
+        timeouts.append(number)
+        return []
+
+    clock.grid.spoil = crash
+    history = clock.run().history
+    assert timeouts[:2] == [1, 2]  # one timeout may be bad luck: it is asked again at once
+    assert len(timeouts) <= 6
+    gaps = np.diff(timeouts).tolist()
+    assert gaps == sorted(gaps)
+    name = clock.sites.names[DEAD - 100]
+    trained = [record.round for record in history if name in record.weights]
+    assert 30 <= trained[0] < 41  # then it trains again, in every round
+    assert trained == list(range(trained[0], 41))
 
 
 def test_a_node_that_connects_again_is_asked_at_once():

@@ -1,10 +1,11 @@
 """Nodes that did not reply in time: each costs one timeout, and is asked nothing else until it answers a short query.
 
-Nobody waits for the answer. It is looked for whenever nodes are chosen.
+Nobody waits for the answer. It is looked for whenever nodes are chosen. A node that answers queries and times out again, such
+as one whose training crashes, rests longer after every timeout in a row.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -13,6 +14,8 @@ log = logging.getLogger("flwr.fedheal")
 
 # Errors that the SuperLink reports in the place of a node: message, reply or node unavailable.
 NOT_FROM_NODE = (3, 4, 5)
+
+MAX_REST = 64  # looks for a node, of which a round has one for training and one for evaluation
 
 MakeQueries = Callable[[Iterable[int]], Sequence[Message]]
 
@@ -23,6 +26,8 @@ class SilentNodes:
     def __init__(self) -> None:
         self._checks: dict[int, int] = {}  # node -> how often it was looked for since it fell silent
         self._queries: dict[str, int] = {}  # id of an open query -> node
+        self._answered: set[int] = set()  # silent nodes that have answered, and rest
+        self._timeouts: dict[tuple[int, str], int] = {}  # node and kind of message -> timeouts in a row
 
     @property
     def nodes(self) -> frozenset[int]:
@@ -31,14 +36,31 @@ class SilentNodes:
     def add(self, nodes: Iterable[int]) -> None:
         self._checks |= {node: 0 for node in nodes if node not in self._checks}
 
+    def record_replies(self, asked: Iterable[int], replied: Collection[int], kind: str) -> None:
+        """Count the timeouts in a row of the nodes that were asked, and add those that did not reply.
+
+        Args:
+            asked: The nodes that messages of this kind went to.
+            replied: Those of them that replied in time.
+            kind: The type of the messages: a node may evaluate, and never train.
+        """
+        for node in asked:
+            if node in replied:
+                self._timeouts.pop((node, kind), None)
+            else:
+                self._timeouts[node, kind] = self._timeouts.get((node, kind), 0) + 1
+                self.add([node])
+
     def list_responsive(self, grid: Grid, make_queries: MakeQueries) -> list[int]:
         """Return the connected nodes without the silent ones. Ask the silent ones for a sign of life, ever more rarely."""
         connected = list(grid.get_node_ids())
         for node in [node for node in self._checks if node not in connected]:
             self._remove(node)  # when it is connected again, it has restarted
+            self._timeouts = {key: count for key, count in self._timeouts.items() if key[0] != node}
         if not self._checks:
             return connected
-        due = [node for node, checks in self._checks.items() if checks & (checks - 1) == 0]  # 0, 1, 2, 4, 8, ...
+        waiting = {node: checks for node, checks in self._checks.items() if node not in self._answered}
+        due = [node for node, checks in waiting.items() if checks & (checks - 1) == 0]  # 0, 1, 2, 4, 8, ...
         self._checks = {node: checks + 1 for node, checks in self._checks.items()}
         if due:
             # A query may be lost with the node that took it: the earlier ones stay open beside it.
@@ -51,9 +73,17 @@ class SilentNodes:
                 node = self._queries.pop(query)
                 if not (reply.has_error() and reply.error.code in NOT_FROM_NODE):
                     log.info("node %d answers again", node)
-                    self._remove(node)
+                    self._answered.add(node)
+        for node in [node for node in self._answered if self._checks[node] >= self._count_rest(node)]:
+            self._remove(node)
         return [node for node in connected if node not in self._checks]
+
+    def _count_rest(self, node: int) -> int:
+        """Return how often a node must be looked for before it is asked again: 0, 4, 8, 16, ... after 1, 2, 3, ... timeouts."""
+        timeouts = max((count for key, count in self._timeouts.items() if key[0] == node), default=0)
+        return min(2**timeouts, MAX_REST) if timeouts > 1 else 0
 
     def _remove(self, node: int) -> None:
         del self._checks[node]
+        self._answered.discard(node)
         self._queries = {query: other for query, other in self._queries.items() if other != node}

@@ -451,7 +451,8 @@ class FairStrategy(Strategy):
         domains = self.federation.client_domains
         received = self.registry.identify_replies(replies, number, requests, domains, connected - self._silent.nodes)
         self.registry.remember([r for r in received if r.is_named or not is_roll_call], connected)
-        self._silent.add(requests.nodes.keys() - {reply.node for reply in received})
+        kind = requests.metadata[0].message_type if requests.metadata else ""
+        self._silent.record_replies(requests.nodes, {reply.node for reply in received}, kind)
         return received
 
     def _build_cohort(self, valid: list[ReceivedReply], current: NodeRound) -> Cohort:
