@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import layouts
 from command_line import assert_sentence
 from fedheal.campaign.compare import DEFAULT_SEEDS
 from fedheal.report import conclusions
@@ -134,6 +135,24 @@ def test_too_few_seeds_are_said_once_before_the_first_run(call) -> None:
     assert again.out.count("cannot show a difference") == 1
     crossed = call("compare", "fedavg", "fedheal", "--vary", "split=2,init=2", *command)
     assert (crossed.code, "cannot show a difference" in crossed.out) == (0, False)
+
+
+def test_one_domain_on_disk_needs_the_seeds_of_one_metric(
+    call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six seeds can show a difference in AVG (p = 2/64); STD, which would make it two comparisons, is always 0."""
+
+    def refuse(*_: object) -> None:
+        raise ValueError("no run today")
+
+    monkeypatch.setattr("fedheal.campaign.pool._run_here", refuse)
+    layouts.image_folders(tmp_path / "pets" / "photos", {"cat": 10, "dog": 10})
+    given = [word for word in words("rounds=1") if not word.startswith("data=")]
+    command = ["compare", "fedavg", "fedheal", "--data", "folder:pets", "--jobs", "1", *given, "model=small_cnn"]
+    assert "Note: " not in call(*command, "--seeds", "6").out
+    assert "corrected for 1 comparison, whatever the data" in call(*command, "--seeds", "5").out
+    layouts.image_folders(tmp_path / "pets" / "sketches", {"cat": 10, "dog": 10})
+    assert "corrected for 2 comparisons, whatever the data" in call(*command, "--seeds", "6").out
 
 
 def test_the_help_says_how_many_seeds_are_enough(call) -> None:

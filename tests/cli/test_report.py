@@ -9,7 +9,7 @@ import pytest
 from command_line import assert_sentence, read_files
 from fedheal import methods
 from made_up import run_folder
-from tiny_data import WORDS
+from tiny_data import WORDS, words
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,18 @@ def test_reports_as_a_page_and_as_figures(call, tmp_path: Path, monkeypatch: pyt
     assert "<html" in Path("new/other.html").read_text()
     assert call("report", "runs", "--figures", "drawn").out == "9 files in drawn\n"
     assert len(list((tmp_path / "drawn").glob("*.svg"))) == 9
+
+
+def test_a_run_that_has_diverged_says_so_and_so_does_its_report(call) -> None:
+    note = (
+        "Note: the model's outputs are not finite on plain, noisy, dark, so training has diverged and the accuracy means "
+        "nothing: use a smaller lr."
+    )
+    given = words("lr=1e15", "rounds=1", "model=tiny_data:feature_model", "method=fedavg", "on_bad_update=skip")
+    done = call("run", *given, "--out", "run")
+    assert (done.code, done.err) == (0, "")
+    assert note in done.out.splitlines()
+    assert note in call("report", "run").out.splitlines()
 
 
 def test_options_without_effect_are_refused(call, tmp_path: Path) -> None:

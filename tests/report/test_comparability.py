@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from fedheal.report.comparability import compare_settings, list_cautions
+from fedheal.report.comparability import compare_settings, list_cautions, list_seed_cautions
 from fedheal.report.conclusions import analyse_rows, conclude, describe_gains, find_leaders
 from fedheal.report.html_page import render_page
 from fedheal.report.rows import build_rows, find_results, find_rows
@@ -120,10 +120,15 @@ def test_the_parts_of_a_bound_are_no_difference(runs):
 
 def test_runs_that_are_not_finished_are_named(runs):
     (runs / "fedavg+fedheal-1" / "result.json").unlink()
-    (caution,) = list_cautions(load_rows(runs))
-    assert caution == "1 run is unfinished: fedavg+fedheal-1. Rows have different seeds."
-    assert caution in format_report(load_rows(runs), "text")
-    assert caution in render_page(load_rows(runs))
+    cautions = list_cautions(load_rows(runs)) + list_seed_cautions(load_rows(runs))
+    assert cautions == [
+        "1 run is unfinished: fedavg+fedheal-1.",
+        "Methods have different seeds (fedavg has 2, fedavg+fedheal has 1), so their means are not comparable; tests use the "
+        "seeds that both have.",
+    ]
+    for caution in cautions:
+        assert caution in format_report(load_rows(runs), "text")
+        assert caution in render_page(load_rows(runs))
     run_folder(runs / "fedavg-2", "fedavg", seed=2, finished=False)
     (runs / "fedavg-1" / "result.json").unlink()
     assert list_cautions(load_rows(runs)) == ["3 runs are unfinished: fedavg+fedheal-1, fedavg-1, fedavg-2."]
@@ -131,6 +136,33 @@ def test_runs_that_are_not_finished_are_named(runs):
     run_folder(runs / "other" / "fedavg-0", "fedavg", data="office-caltech")
     assert list_cautions([row for row in load_rows(runs) if row.data == "office-caltech"]) == []
     assert list_cautions(find_rows([runs / "fedavg-0"])) == []
+
+
+def test_methods_with_other_seeds_are_named_though_all_runs_are_finished(runs):
+    for seed in (2, 3):
+        edit_result(run_folder(runs / f"fedavg-{seed}", "fedavg", seed=seed), used_fingerprint=f"used{seed}")
+    sentence = (
+        "Methods have different seeds (fedavg has 4, fedavg+fedheal has 2), so their means are not comparable; tests use the "
+        "seeds that both have."
+    )
+    assert list_seed_cautions(load_rows(runs)) == [sentence]
+    assert sentence in render_page(load_rows(runs))
+    assert sentence in format_report(load_rows(runs), "markdown")
+
+
+def test_as_many_seeds_need_not_be_the_same(runs):
+    assert list_seed_cautions(load_rows(runs)) == []
+    edit_result(runs / "fedavg+fedheal-1", seed=5)
+    (caution,) = list_seed_cautions(load_rows(runs))
+    assert caution.startswith("Methods have different seeds (fedavg has 2, fedavg+fedheal has 2), ")
+
+
+def test_a_bound_may_have_other_seeds(runs):
+    folder = run_folder(runs / "centralised", "fedavg", seed=0)
+    edit_experiment(folder, pool="true")
+    edit_result(folder, pool=True, used_fingerprint="pooled")
+    assert {row.method: row.seeds for row in load_rows(runs)}["centralised"] == (0, 0, 0)
+    assert list_seed_cautions(load_rows(runs)) == []
 
 
 def test_a_damaged_description_is_named(runs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 import json
 
@@ -99,6 +100,40 @@ def test_nothing_is_said_where_all_were_evaluated_or_of_rounds_after_the_result(
     run = write_federation(tmp_path / "b" / "run", present={"usps": range(1, 13)})
     result = json.loads((run / "result.json").read_text())
     (run / "result.json").write_text(json.dumps(result | {"rounds": 12}))
+    assert "Note:" not in format_report(load_rows(run), "text")
+
+
+def set_calibration(run, **changes):
+    """Give every domain of a run finite calibration numbers, and some of them others."""
+    result = json.loads((run / "result.json").read_text())
+    finite = {domain: {"ece": 1.0, "brier": 0.1, "nll": 0.5} for domain in result["domains"]}
+    (run / "result.json").write_text(json.dumps(result | {"calibration": finite | changes}))
+
+
+NOT_FINITE = dict.fromkeys(("ece", "brier", "nll"))
+DIVERGED = (
+    "the model's outputs are not finite on usps, syn, so training has diverged and the accuracy means nothing: "
+    "use a smaller lr"
+)
+
+
+def test_every_form_of_a_report_says_that_a_model_has_diverged(tmp_path):
+    run = run_folder(tmp_path / "run", "fedavg", rounds=4)
+    set_calibration(run, usps=NOT_FINITE, syn=NOT_FINITE)
+    rows = load_rows(run)
+    for form, bullet in (("text", ""), ("markdown", "- "), ("latex", "% ")):
+        assert f"{bullet}Note: {DIVERGED}." in format_report(rows, form).split("\n")
+    assert f"Note: {DIVERGED}." in html.unescape(render_page(rows))
+    assert next(csv.DictReader(io.StringIO(format_csv(rows))))["notes"] == DIVERGED
+    (run / "rounds.jsonl").unlink()  # the result alone says it
+    set_calibration(run_folder(tmp_path / "healthy", "fedavg+uniform", seed=1, rounds=4))
+    notes = [line for line in format_report(load_rows(tmp_path), "text").split("\n") if "Note:" in line]
+    assert notes == [f"Note: fedavg with seed 0: {DIVERGED}."]
+
+
+def test_an_infinite_log_likelihood_alone_is_no_divergence(tmp_path):
+    run = run_folder(tmp_path / "run", "fedavg", rounds=4)
+    set_calibration(run, usps={"ece": 12.0, "brier": 0.3, "nll": None}, syn={})
     assert "Note:" not in format_report(load_rows(run), "text")
 
 

@@ -98,5 +98,19 @@ def test_rows_keep_the_order_of_their_comparison(tmp_path):
     write_method_order(folder, [compared[name] for name in ("scaffold", "fedavg", "fedavg+uniform")])
     for paths in ([tmp_path], [folder], sorted(folder.glob("*/"))):
         assert [row.method for row in find_rows(paths)] == ["scaffold", "fedavg", "fedavg+uniform", "moon"]
-    (folder / "comparison.json").write_text('{"methods": 5}')  # damaged: as if it were not there
-    assert [row.method for row in find_rows([folder])] == ["fedavg", "fedavg+uniform", "moon", "scaffold"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('{"methods": 5}', "does not hold a list of methods: remove it, or repeat the comparison"),
+        ("{}", "does not hold a list of methods"),
+        ("[]", "does not hold a JSON object"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_a_damaged_order_of_methods_is_refused_by_name(tmp_path, text, sentence):
+    run_folder(tmp_path / "fedavg", "fedavg", rounds=2)
+    (tmp_path / "comparison.json").write_text(text)
+    with pytest.raises(ValueError, match=f"{tmp_path / 'comparison.json'} {sentence}"):
+        find_rows([tmp_path])

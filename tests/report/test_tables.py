@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,6 +71,11 @@ def test_one_domain_has_no_best_std():
     text = format_report(rows, "text")
     assert note in text
     assert "0.00*" not in text
+    # A number that says nothing is not shown; AVG has one.
+    assert [re.split(" {2,}", line)[3] for line in format_text(table).splitlines()[2:4]] == ["-", "-"]
+    assert "| 82.00 ± 2.83 | - | 82.00 ± 2.83 | 2 |" in format_markdown(table).replace("**", "")
+    assert r" & - & " in format_latex(table)
+    assert re.findall(r'<td data-value="0.0">(.*?)</td>', render_page(rows)) == ["-", "-"]
     assert note not in format_report(ROWS, "text")
     assert "the lowest STD" in conclusions.write_headline(conclusions.analyse_rows(ROWS))
     found = conclusions.analyse_rows(rows)
@@ -191,6 +197,25 @@ def test_the_headline_claims_no_more_than_the_tests():
     alone = conclusions.write_headline(conclusions.analyse_rows(ROWS[:2]))
     assert alone == "With fedavg, line_art has the lowest accuracy: 60.0 %, 11.0 points below the mean over domains."
     assert conclusions.write_headline(conclusions.analyse_rows(ROWS[-1:])) == ""  # a bound
+
+
+def test_an_exact_tie_has_no_leader():
+    rows = [make_row(method, seed, 80.0, 60.0) for method in ("fedavg", "fedprox", "fedheal") for seed in (0, 1)]
+    found = conclusions.analyse_rows(rows)
+    assert conclusions.find_leaders(found) == []
+    start = "2 seeds cannot show a difference between methods."
+    same = f"{start} All methods have the same AVG (70.0 %) and STD (14.1 points)."
+    assert conclusions.write_headline(found) == same
+    assert same in render_page(rows)
+    # Each of two methods serves one domain better: AVG is the same, STD and worst are not.
+    found = conclusions.analyse_rows([make_row("fedavg", 0, 80.0, 60.0), make_row("fedheal", 0, 72.0, 68.0)])
+    assert [(x.column, x.method) for x in conclusions.find_leaders(found)] == [("STD", "fedheal"), ("worst", "fedheal")]
+    assert conclusions.write_headline(found) == (
+        "1 seed cannot show a difference between methods. In these runs fedheal has the lowest STD (2.8 points; fedavg: "
+        "14.1). All methods have the same AVG (70.0 %)."
+    )
+    # One method alone ties with nobody.
+    assert [x.column for x in conclusions.find_leaders(conclusions.analyse_rows(rows[:2]))] == ["AVG", "STD", "worst"]
 
 
 def test_leaders_have_the_numbers_of_the_table():

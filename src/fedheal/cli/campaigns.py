@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,7 @@ from fedheal.cli.words import is_override
 
 if TYPE_CHECKING:
     from fedheal.campaign.jobs import Job
+    from fedheal.simulate.experiment import Experiment
 
 DEMO_METHODS = ("fedavg", "fedavg+uniform", "fedavg+afl", "fedheal")
 SEARCHES = ("grid", "random", "optuna")
@@ -133,7 +135,21 @@ def _note_comparison(methods: Sequence[str], seeds: Sequence[Mapping[str, int]],
     if is_crossed or all(job.is_finished for job in planned):
         return ""
     compared = [method for method in methods if method not in rows.BOUNDS]
-    return conclusions.foresee_too_few_seeds(len(seeds), len(compared)).rstrip(".")
+    domains = _count_domains(planned[0].experiment)
+    return conclusions.foresee_too_few_seeds(len(seeds), len(compared), domains).rstrip(".")
+
+
+def _count_domains(experiment: Experiment) -> int:
+    """Return how many domains a data set on disk has; two for others, which are not loaded to be counted."""
+    from fedheal.data import SPECS, find_spec
+    from fedheal.data.on_disk import FOLDER_PREFIX, open_dataset
+    from fedheal.simulate.build import make_data_request
+
+    if experiment.data in SPECS or experiment.data.startswith(FOLDER_PREFIX):
+        with suppress(ValueError):  # a cluster's data need not be on this machine; else `run_jobs` says what is wrong
+            dataset = open_dataset(*find_spec(experiment.data, make_data_request(experiment)))
+            return len([x for x in dataset.locations if x.files] or dataset.spec.domains)
+    return 2
 
 
 def sweep_command(

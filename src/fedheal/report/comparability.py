@@ -21,7 +21,7 @@ from fedheal.report.rows import (
     name_data_sets,
     read_settings,
 )
-from fedheal.report.seed_levels import list_fixed_sources, list_seeds
+from fedheal.report.seed_levels import list_fixed_sources, list_seeds, share_levels
 from fedheal.runs.folder import find_damaged_line
 from fedheal.runs.schema import FREE
 
@@ -156,9 +156,17 @@ def _list_unfinished(rows: Sequence[Row]) -> list[str]:
     if not names:
         return []
     verb = "is" if len(names) == 1 else "are"
-    sentence = f"{format_count(len(names), 'run')} {verb} unfinished: {shorten_list(names, MAX_LISTED)}."
-    seeds = {frozenset(found) for found in list_seeds(rows).values()}
-    return [sentence + (" Rows have different seeds." if len(seeds) > 1 else "")]
+    return [f"{format_count(len(names), 'run')} {verb} unfinished: {shorten_list(names, MAX_LISTED)}."]
+
+
+def list_seed_cautions(rows: Sequence[Row]) -> list[str]:
+    """Return a sentence for reports that test differences, if methods have different seeds; bounds may have any."""
+    seeds = list_seeds(rows)
+    if len({frozenset(found) for found in seeds.values()}) <= 1:
+        return []
+    counts = shorten_list([f"{method} has {len(found)}" for method, found in seeds.items()], MAX_LISTED)
+    tests = "" if share_levels(rows) else "; tests use the seeds that both have"
+    return [f"Methods have different seeds ({counts}), so their means are not comparable{tests}."]
 
 
 def annotate_rows(rows: Sequence[Row], reference: str) -> list[list[str]]:

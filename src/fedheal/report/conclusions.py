@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,10 +68,15 @@ def analyse_rows(rows: Sequence[Row], reference: str | None = None) -> Findings:
     paired = {name: seeds for name, seeds in methods.items() if name not in unpaired}
     if len(paired) < 2 or share_levels(rows):
         return Findings(reference, rows, methods, unpaired, [], [])
-    tested = METRICS if len(rows[0].domains) > 1 else ("avg",)  # one domain has no spread
-    metrics = [c for group in compare_metrics(paired, reference, tested).values() for c in group]
+    tested = compare_metrics(paired, reference, choose_metrics(len(rows[0].domains)))
+    metrics = [c for group in tested.values() for c in group]
     domains = compare_domains(paired, reference, rows[0].summaries[0]["test_sizes"])
     return Findings(reference, rows, methods, unpaired, metrics, domains)
+
+
+def choose_metrics(domains: int) -> tuple[str, ...]:
+    """Return the metrics that are tested: one domain has no spread."""
+    return METRICS if domains > 1 else ("avg",)
 
 
 def conclude(rows: Sequence[Row], reference: str | None = None) -> list[str]:
@@ -114,17 +119,26 @@ def write_headline(found: Findings) -> str:
         start = f"{seeds} {'seed' if seeds == '1' else 'seeds'} cannot show a difference between methods."
     else:
         start = f"No difference to {found.reference} can be concluded from {seeds} seeds."
-    leaders = {x.column: x for x in find_leaders(found)}
-    if "STD" not in leaders:
-        return f"{start} In these runs {leaders['AVG'].method} has {_describe_leader(leaders['AVG'], LEADERS['AVG'])}."
-    even, accurate = (_describe_leader(leaders[column], title) for column, title in LEADERS.items())
-    verb = "" if leaders["STD"].method == leaders["AVG"].method else f"{leaders['AVG'].method} has "
-    return f"{start} In these runs {leaders['STD'].method} has {even} and {verb}{accurate}."
+    return " ".join([start, *_describe_leaders(find_leaders(found)), *_describe_ties(found)])
 
 
-def _describe_leader(leader: Leader, title: str) -> str:
-    other = "" if leader.method == leader.reference else f"; {leader.reference}: {leader.reference_mean:.1f}"
-    return f"{title} ({leader.mean:.1f}{UNITS[leader.column]}{other})"
+def _describe_leaders(leaders: Sequence[Leader]) -> list[str]:
+    """Return a sentence on who has the lowest STD and the highest AVG, if anyone has."""
+    found = {x.column: x for x in leaders}
+    words, named = [], ""
+    for leader in (found[column] for column in LEADERS if column in found):
+        other = "" if leader.method == leader.reference else f"; {leader.reference}: {leader.reference_mean:.1f}"
+        claim = f"{LEADERS[leader.column]} ({leader.mean:.1f}{UNITS[leader.column]}{other})"
+        words.append(claim if leader.method == named else f"{leader.method} has {claim}")
+        named = leader.method
+    return [f"In these runs {' and '.join(words)}."] if words else []
+
+
+def _describe_ties(found: Findings) -> list[str]:
+    """Return a sentence on AVG and STD if they do not differ between methods."""
+    means = {column: x for column, x in _average_columns(found).items() if column in LEADERS}
+    ties = [f"{column} ({x[found.reference]:.1f}{UNITS[column]})" for column, x in means.items() if _is_tied(x)]
+    return [f"All methods have the same {' and '.join(ties)}."] if ties else []
 
 
 def _describe_claim(c: Comparison) -> str:
@@ -147,18 +161,34 @@ def describe_worst(found: Findings) -> str:
 def find_leaders(found: Findings) -> list[Leader]:
     """Return the method with the best mean over seeds in AVG, STD and worst, which need not differ beyond noise.
 
-    With one domain, only AVG says something.
+    A column in which all methods have the same mean has no leader. With one domain, only AVG says something.
     """
     leaders = []
-    columns = FAIRNESS_COLUMNS if found.rows and len(found.rows[0].domains) > 1 else {"AVG": FAIRNESS_COLUMNS["AVG"]}
-    for column, key in columns.items() if found.methods else ():
-        # Means over seeds, as in the table: the STD of mean accuracies is another number, and a smaller one.
-        means = {m: float(np.mean([r.fairness[key] for r in found.rows if r.method == m])) for m in found.methods}
+    for column, means in _average_columns(found).items():
+        if _is_tied(means):
+            continue
+        key = FAIRNESS_COLUMNS[column]
         pick: Any = max if HIGHER_IS_BETTER[key] else min
         name = pick(means, key=means.__getitem__)
         supported = any(c.a == name and c.metric == key and is_supported(c, ALPHA) for c in found.metrics)
         leaders.append(Leader(column, name, means[name], found.reference, means[found.reference], supported))
     return leaders
+
+
+def _average_columns(found: Findings) -> dict[str, dict[str, float]]:
+    """Return each method's mean over seeds in AVG, STD and worst, as in the table; of one domain, in AVG alone."""
+    if not found.methods:
+        return {}
+    # The STD of mean accuracies would be another number, and a smaller one.
+    return {
+        column: {m: float(np.mean([r.fairness[key] for r in found.rows if r.method == m])) for m in found.methods}
+        for column, key in FAIRNESS_COLUMNS.items()
+        if column == "AVG" or len(found.rows[0].domains) > 1
+    }
+
+
+def _is_tied(means: Mapping[str, float]) -> bool:
+    return len(means) > 1 and len(set(means.values())) == 1
 
 
 def describe_gains(found: Findings) -> list[str]:
@@ -211,8 +241,10 @@ def _explain_too_few_seeds(comparisons: Sequence[Comparison]) -> list[str]:
     return [_describe_too_few(seeds, max(c.comparisons for c in comparisons), lowest_p)]
 
 
-def foresee_too_few_seeds(seeds: int, methods: int) -> str:
+def foresee_too_few_seeds(seeds: int, methods: int, domains: int = 2) -> str:
     """Return the sentence of a report of so many methods and seeds if no data could show a difference, else "".
+
+    Two domains stand for any more.
 
     >>> foresee_too_few_seeds(8, methods=4)
     ''
@@ -220,7 +252,7 @@ def foresee_too_few_seeds(seeds: int, methods: int) -> str:
     8 seeds cannot show a difference at 0.05 with a two-sided paired test corrected for 8 comparisons, whatever the data
     (smallest possible p = 0.062); 9 or more can.
     """
-    family_size = len(METRICS) * (methods - 1)
+    family_size = len(choose_metrics(domains)) * (methods - 1)
     lowest_p = min(1.0, family_size * smallest_p(seeds))
     return _describe_too_few(seeds, family_size, lowest_p) if lowest_p > ALPHA else ""
 
@@ -228,7 +260,7 @@ def foresee_too_few_seeds(seeds: int, methods: int) -> str:
 def _describe_too_few(seeds: int, family_size: int, lowest_p: float) -> str:
     return (
         f"{format_count(seeds, 'seed')} cannot show a difference at {ALPHA} with a two-sided paired test "
-        f"corrected for {family_size} comparisons, whatever the data (smallest possible p = {lowest_p:.2g}); "
+        f"corrected for {format_count(family_size, 'comparison')}, whatever the data (smallest possible p = {lowest_p:.2g}); "
         f"{seeds_needed(ALPHA, family_size)} or more can."
     )
 

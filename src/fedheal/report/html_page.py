@@ -23,7 +23,13 @@ from fedheal.analysis.domain_changes import is_supported
 from fedheal.core.arrays import Floats
 from fedheal.report import conclusions, palette, tables, variance_table
 from fedheal.report.class_table import build_domain_tables
-from fedheal.report.comparability import check_reference, compare_settings, format_setting, list_cautions
+from fedheal.report.comparability import (
+    check_reference,
+    compare_settings,
+    format_setting,
+    list_cautions,
+    list_seed_cautions,
+)
 from fedheal.report.rows import BOUNDS, FAIRNESS_COLUMNS, Row, collect_data_notes, group_by_data
 from fedheal.report.series import Series, build_series, find_pareto_front, pick_evenly
 from fedheal.version import __version__
@@ -99,7 +105,7 @@ def _describe_data_set(table: tables.ResultTable, rows: Sequence[Row], reference
     return {
         "data": table.data,
         "about": table.about,
-        "cautions": list_cautions(rows, reference),
+        "cautions": list_cautions(rows, reference) + list_seed_cautions(rows),
         "headline": conclusions.write_headline(found),
         "leaders": [(leader, conclusions.UNITS[leader.column]) for leader in conclusions.find_leaders(found)],
         "worst": conclusions.describe_worst(found) if found.metrics else "",

@@ -158,13 +158,21 @@ def _suggest_folder(path: Path) -> str:
 
 
 def find_rows(paths: Sequence[Path]) -> list[Row]:
-    """Return the rows of all finished runs, methods in the order that a comparison was given them in, else by name."""
+    """Return the rows of all finished runs, methods in the order that a comparison was given them in, else by name.
+
+    Raises:
+        ValueError: If a folder does not exist, or a file in it is not what a run or a comparison writes.
+    """
     rows = build_rows(find_results(paths))
     order: dict[str, int] = {}
     for folder in dict.fromkeys(Path(row.folder).parent for row in rows):
         if (folder / ORDER_FILE).is_file():
             methods = read_json(folder / ORDER_FILE).get("methods")
-            for method in methods if isinstance(methods, list) else ():
+            if not isinstance(methods, list):
+                raise ValueError(
+                    f"{folder / ORDER_FILE} does not hold a list of methods: remove it, or repeat the comparison"
+                )
+            for method in methods:
                 order.setdefault(str(method), len(order))
     return sorted(rows, key=lambda row: (order.get(row.method, len(order)), row.method, row.seeds))
 

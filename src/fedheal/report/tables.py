@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,17 @@ LEGEND = "* best of its column (STD: the lowest)"
 
 @dataclass(frozen=True)
 class Cell:
-    """One number over seeds; `sd` (ddof=1) needs two."""
+    """One number over seeds; `sd` (ddof=1) needs two. It is shown as "-" if it is not meaningful."""
 
     mean: float
     sd: float | None
     best: bool = False
+    is_meaningful: bool = True
 
     def format(self, bold: str = "{}", spread: str = "± {}") -> str:
         """Return mean and spread as text, with templates for a best mean and for the spread."""
+        if not self.is_meaningful:
+            return "-"
         mean = bold.format(f"{self.mean:.2f}") if self.best else f"{self.mean:.2f}"
         return mean if self.sd is None else f"{mean} {spread.format(f'{self.sd:.2f}')}"
 
@@ -114,13 +117,13 @@ def _build_table(data: str, rows: Sequence[Row]) -> ResultTable:
     best = {}
     if len(rivals) > 1:
         for column in columns:
-            if column == "STD" and len(rows[0].domains) == 1:  # 0 for all
-                continue
             means = [float(np.mean(values[m][column])) for m in rivals]
             best[column] = min(means) if column in LOWER_IS_BETTER else max(means)
     cells = {
         m: {c: summarise_seeds(v, best.get(c) if m in rivals else None) for c, v in values[m].items()} for m in methods
     }
+    if len(rows[0].domains) == 1:  # STD is 0 for all
+        cells = {m: row | {"STD": replace(row["STD"], best=False, is_meaningful=False)} for m, row in cells.items()}
     seeds = {m: tuple(sorted(row.seeds for row in rows if row.method == m)) for m in methods}
     summaries = [s for row in rows for s in row.summaries]  # those of earlier versions lack `averaged`
     averaged = frozenset(int(s.get("averaged", min(LAST, int(s["rounds"])))) for s in summaries)

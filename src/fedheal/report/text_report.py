@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fedheal.report import class_table, conclusions, rows, tables, variance_table
-from fedheal.report.comparability import check_reference, list_cautions
+from fedheal.report.comparability import check_reference, list_cautions, list_seed_cautions
 from fedheal.report.plain_text import escape_controls, escape_markdown
 
 
@@ -15,7 +15,8 @@ def format_report(runs: Sequence[rows.Row], form: str, reference: str | None = N
     bullet = {"text": "", "markdown": "- ", "latex": "% "}[form]
     parts = []
     for table, group in zip(tables.build_tables(runs), rows.group_by_data(runs).values(), strict=True):
-        sentences = list_cautions(group, reference) + conclusions.conclude(group, reference)
+        sentences = list_cautions(group, reference) + list_seed_cautions(group)
+        sentences += conclusions.conclude(group, reference)
         sentences += format_data_notes(summary for row in group for summary in row.summaries)
         parts += [f"{table.data}: {table.about}", _format_table(table, form, width), _join_notes(sentences, bullet)]
         parts += _format_components(group, reference, form, width, bullet)
