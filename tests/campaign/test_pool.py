@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from fedheal.campaign.placement import DeviceSlots, Gpu
 from fedheal.campaign.pool import describe_schedule, run_all
 from fedheal.runs import folder as records
 from fedheal.simulate.experiment import Experiment
+from fedheal.simulate.round import Diverged
 from tiny_data import quick
 
 GIB = 2**30
@@ -261,7 +263,7 @@ def test_an_error_on_a_cluster_is_the_error_here(monkeypatch):
 
 def test_the_error_of_a_run_on_a_cluster_names_its_folder(tmp_path, monkeypatch):
     first, second = make_jobs(tmp_path, "good", "bad", device="cpu")
-    tasks = iter(["done", "failed"])
+    tasks = iter(["done", "failed"] * 2)
     remote = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: next(tasks)))
     cluster = SimpleNamespace(
         remote=lambda **_: lambda _: remote,
@@ -271,7 +273,7 @@ def test_the_error_of_a_run_on_a_cluster_names_its_folder(tmp_path, monkeypatch)
 
     def get_files(task):
         if task == "failed":
-            raise ValueError("its update holds NaN")
+            raise Diverged("its update holds NaN")
         return {"result.json": b"{}"}
 
     monkeypatch.setattr(ray_jobs, "connect_to_cluster", lambda address: nullcontext(cluster))
@@ -281,6 +283,8 @@ def test_the_error_of_a_run_on_a_cluster_names_its_folder(tmp_path, monkeypatch)
     with pytest.raises(ValueError, match="its update holds NaN") as raised:
         next(jobs)
     assert raised.value.__notes__ == [f"in the run {second.folder}"]
+    searched = replace(second, may_diverge=True)
+    assert list(ray_jobs.run_on_ray([first, searched], "auto")) == [first, searched]
 
 
 def test_runs_with_other_weights_are_checked_too(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -183,6 +184,59 @@ def test_a_result_that_lacks_what_the_choice_is_made_by_is_named(tmp_path, finis
     path.write_text(json.dumps(json.loads(path.read_text()) | {"validation": own}))
     with pytest.raises(ValueError, match=rf"result\.json: there is no validation\.{lacking}"):
         search_grid(search, run_jobs)
+
+
+SEARCHES = [("grid", 1), ("grid", 2), ("random", 1), ("optuna", 1)]
+
+
+@pytest.mark.parametrize(("name", "processes"), SEARCHES)
+def test_a_point_that_diverges_is_the_worst_and_the_search_goes_on(tmp_path, name, processes):
+    if name == "optuna":
+        pytest.importorskip("optuna")
+    search = Search({"lr": [1e30, 0.05]}, QUICK | {"rounds": 1, "method": "fedavg"}, [0], tmp_path)
+
+    def run(jobs):
+        for _ in run_all(jobs, processes):
+            pass
+
+    trials = list(sweep.SEARCHES[name](search, run, 2))
+    diverged, learnt = sorted(trials, key=lambda trial: -trial.point["lr"])
+    assert diverged == Trial({"lr": 1e30}, None)
+    assert learnt.validation is not None
+    for metric in sweep.METRICS:
+        assert choose_best(trials, metric) is learnt
+        assert diverged.score(metric) < learnt.score(metric)
+    assert count_equals(trials, learnt, "avg") == 0
+    if name == "grid":
+        assert search_grid(search, run) == trials  # a rerun
+
+
+def test_a_point_diverges_if_one_of_its_seeds_does(tmp_path):
+    search = Search({"lr": [0.05, 0.1]}, QUICK | {"rounds": 1, "method": "fedavg"}, [0, 1], tmp_path)
+
+    def run_first_seed(jobs):
+        run_jobs([job for job in jobs if job.experiment.seed == 0])
+
+    (trial,) = search.evaluate([{"lr": 0.05}], run_first_seed)
+    assert trial.validation is None
+
+
+def test_only_training_that_diverges_is_passed_over(tmp_path):
+    search = Search({"lr": [0.05, 0.1]}, QUICK | {"data": "tiny_data:failing"}, [0], tmp_path)
+    with pytest.raises(ValueError, match="raised KeyError"):
+        search_grid(search, run_jobs)
+    with pytest.raises(ValueError, match="training has diverged"):  # in a comparison, say
+        run_jobs([replace(job, may_diverge=False) for job in search_of_huge_rates(tmp_path).jobs({"lr": 1e30})])
+
+
+def search_of_huge_rates(tmp_path):
+    return Search({"lr": [1e30, 1e29]}, QUICK | {"rounds": 1, "method": "fedavg"}, [0], tmp_path)
+
+
+def test_a_search_whose_points_all_diverge_chooses_none(tmp_path):
+    trials = search_grid(search_of_huge_rates(tmp_path), run_jobs)
+    with pytest.raises(ValueError, match="training diverges at every point of the search: choose smaller values"):
+        choose_best(trials, "avg")
 
 
 def test_optuna_proposes_points_and_a_restart_repeats_them(tmp_path):

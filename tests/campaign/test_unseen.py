@@ -97,6 +97,12 @@ def test_combinations_without_a_meaning_are_refused(
         plan(methods, [0], tiny_data.QUICK | {"evaluate": "unseen"} | keys, tmp_path)
 
 
+def test_a_bound_that_leaves_domains_out_needs_two(tmp_path: Path) -> None:
+    said = "leave-one-domain-out: data '.*:load_plain' has only the domain 'plain', and needs two; leave it out$"
+    with pytest.raises(ValueError, match=said):
+        plan(["fedavg", "leave-one-domain-out"], [0], tiny_data.QUICK | {"data": f"{__name__}:load_plain"}, tmp_path)
+
+
 @pytest.mark.parametrize("without", [[], ["plain", "dark"], ["plain-0"]])
 def test_a_single_run_leaves_out_one_domain(without: list[str]) -> None:
     with pytest.raises(ValueError, match=r"evaluate = 'unseen' with without = .*one run leaves out one domain"):

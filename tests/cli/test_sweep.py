@@ -7,6 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
+from command_line import assert_sentence
 from tiny_data import WORDS
 
 
@@ -43,3 +44,19 @@ def test_a_sweep_shows_validation_scores_with_their_spread_and_nothing_of_the_te
     assert [*words[:4], last] == ["fedheal", "compare", "fedavg", "fedavg+fedheal", "lr=0.05"]
     assert words[words.index("--seeds") + 1] == "2-9"
     assert table["next_command"] == done.out.splitlines()[-1].strip()
+
+
+def test_a_sweep_names_the_points_that_diverge(call, tmp_path: Path) -> None:
+    command = ["sweep", *WORDS, "method=fedavg", "rounds=1", "--jobs", "1"]
+    done = call(*command, "lr=1e30,0.05", "--out", "found")
+    assert done.code == 0, done
+    assert "lr=1e+30-seed0: diverged\n" in done.out
+    assert re.search(r"lr=1e\+30 .* diverged ", done.out)
+    assert "Chosen by avg on validation data: lr=0.05." in done.out
+    again = call(*command, "lr=1e30,0.05", "--out", "found", "--json")
+    assert again.code == 0, again
+    table = json.loads(again.out)
+    assert [trial["validation"] is None for trial in table["trials"]] == [True, False]
+    assert table == json.loads((tmp_path / "found" / "sweep.json").read_text())
+    none = call(*command, "lr=1e30,1e29", "--quiet")
+    assert_sentence(none, "training diverges at every point of the search: choose smaller values")

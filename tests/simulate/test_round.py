@@ -18,7 +18,7 @@ from fedheal.engine.serial import SerialEngine
 from fedheal.runs.schema import RoundRecord
 from fedheal.simulate.build import build_federation
 from fedheal.simulate.federation import Federation
-from fedheal.simulate.round import drops_out, initial_state, run_round, sample_cohort
+from fedheal.simulate.round import Diverged, drops_out, initial_state, run_round, sample_cohort
 from tiny_data import CLIENTS, SAMPLES, load, quick
 from tiny_runs import IDS, get_model_bytes, make_federation, run
 
@@ -157,8 +157,43 @@ def make_diverging_fields(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["linear", "conv_batchnorm"])
 @pytest.mark.parametrize("method", ["fedavg", "fedheal", "fael-exact"])
 def test_a_diverging_client_is_an_error_that_names_it(kind: str, method: str) -> None:
-    with pytest.raises(ValueError, match=r"client 'dark-0': its .* NaN.*on_bad_update='skip'"):
+    said = r"client 'dark-0': its .* NaN.* \(and 4 more\); use a smaller lr$"
+    with pytest.raises(Diverged, match=f"^training has diverged for every client of the round: {said}"):
         run(method=method, **make_diverging_fields(kind))
+
+
+def test_one_bad_update_of_several_may_be_left_out() -> None:
+    fed = make_federation(method="fedavg")
+
+    def train(model, shared, tasks):
+        for task in tasks:
+            done = serial.train_client(fed.local_training, model, shared, task)
+            if task.client == "noisy-1":
+                done = replace(done, reply=done.reply._replace(delta=torch.full_like(done.reply.delta, float("nan"))))
+            yield done
+
+    said = r"^client 'noisy-1': its update holds NaN.*; on_bad_update=skip leaves such clients out$"
+    with pytest.raises(Diverged, match=said):
+        run_round(fed, initial_state(fed), SimpleNamespace(train=train))
+
+
+def test_a_bad_update_that_is_finite_has_not_diverged() -> None:
+    fed = make_federation(method="qffl")
+
+    def train(model, shared, tasks):
+        for task in tasks:
+            done = serial.train_client(fed.local_training, model, shared, task)
+            yield replace(done, reply=done.reply._replace(metrics={**(done.reply.metrics or {}), "loss": -1.0}))
+
+    said = r"^client 'dark-0': its metric 'loss' must not be negative, got -1 \(and 4 more\); on_bad_update=skip leaves"
+    with pytest.raises(ValueError, match=said) as refused:
+        run_round(fed, initial_state(fed), SimpleNamespace(train=train))
+    assert not isinstance(refused.value, Diverged)
+
+
+def test_a_model_that_the_servers_step_makes_infinite_has_diverged() -> None:
+    with pytest.raises(Diverged, match=r"server_lr = .*use a smaller value"):
+        run(method="fedavg", server_lr=1e30, lr=1e10)
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv_batchnorm"])

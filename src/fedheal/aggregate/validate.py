@@ -56,6 +56,15 @@ class NonFinite(BadRows):
         return tuple(self.reasons)
 
 
+def is_divergence(reason: str) -> bool:
+    """Return whether an update is bad because training has diverged: it holds numbers that are not finite.
+
+    >>> is_divergence(NON_FINITE_BUFFERS), is_divergence("its metric 'loss' is nan"), is_divergence("its id occurs twice")
+    (True, True, False)
+    """
+    return reason.startswith((NON_FINITE, NON_FINITE_BUFFERS)) or reason.endswith((" is nan", " is inf", " is -inf"))
+
+
 def find_bad_updates(updates: Updates, sizes: Sizes, needs: frozenset[str]) -> dict[int, str]:
     """Return the rows that cannot be used, each with the reason.
 

@@ -116,13 +116,14 @@ def _plan_method(method: str, values: dict[str, Any], domains: Domains | None) -
         try:
             return expand_unseen(values | {"method": method}, domains)
         except ValueError as error:
-            raise ValueError(f"{error}{suggest(method, list(BOUNDS))}") from None
+            names_bound = not BOUNDS.keys().isdisjoint(re.split(r"[+:]", method))  # then the error says so
+            raise ValueError(f"{error}{'' if names_bound else suggest(method, list(BOUNDS))}") from None
     assert domains is not None
     values = values | {"method": "fedavg"}
     suffix = f"-{Experiment.of(values).seed_name}"
     changes: list[dict[str, Any]] = [{"pool": True, "name": f"centralised{suffix}"}]
     if method == "leave-one-domain-out":
-        names = [domain.name for domain in domains.domains]
+        names = _list_left_out(method, values.get("data", "embedded"), domains)
         changes = [{"without": [name], "name": f"without-{name}{suffix}"} for name in names]
     elif method == "standalone":
         clients = [client.id for client in partition_clients(Experiment.of(values), domains)]
@@ -138,13 +139,17 @@ def expand_unseen(values: Mapping[str, Any], domains: Domains | None = None) -> 
     experiment = Experiment.of(values)
     if experiment.evaluate != UNSEEN or experiment.without:
         return [experiment]
-    names = [domain.name for domain in (domains or load_domains(experiment)).domains]
-    if len(names) < 2:
-        raise ValueError(
-            f"evaluate = 'unseen': data '{experiment.data}' has only the domain '{names[0]}', and needs two"
-        )
+    names = _list_left_out("evaluate = 'unseen'", experiment.data, domains or load_domains(experiment))
     name = experiment.folder_name
     return [Experiment.of(dict(values) | {"without": [d], "name": f"{name}-unseen-{d}"}) for d in names]
+
+
+def _list_left_out(evaluation: str, data: str, domains: Domains) -> list[str]:
+    """Return the domains, each of which one run leaves out. Raise ValueError if there is only one."""
+    names = [domain.name for domain in domains.domains]
+    if len(names) < 2:
+        raise ValueError(f"{evaluation}: data '{data}' has only the domain '{names[0]}', and needs two; leave it out")
+    return names
 
 
 def choose_seeds(

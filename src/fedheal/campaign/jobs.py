@@ -11,25 +11,34 @@ from fedheal.engine.memory import release_gpu_memory
 from fedheal.simulate.build import check_method
 from fedheal.simulate.callbacks import Callback
 from fedheal.simulate.experiment import Experiment
+from fedheal.simulate.round import Diverged
 from fedheal.simulate.runner import check_folder_owner, run
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run and the folder it writes to. Raise ValueError at once if the experiment cannot be run."""
+    """A run and the folder it writes to. Raise ValueError at once if the experiment cannot be run.
+
+    If it `may_diverge`, a run whose training does so ends without a result, and other jobs go on.
+    """
 
     experiment: Experiment
     folder: Path
     track: str | None = None
+    may_diverge: bool = False
 
     def __post_init__(self) -> None:
         check_method(self.experiment)
 
     @property
+    def has_result(self) -> bool:
+        return (self.folder / "result.json").exists()
+
+    @property
     def is_finished(self) -> bool:
         """Whether the folder holds the result of this experiment. Raise ValueError if it holds another one."""
         check_folder_owner(self.folder, self.experiment)
-        return (self.folder / "result.json").exists()
+        return self.has_result
 
     def make_tracker(self) -> Callback:
         """Return the tracker of this run, which has one. Raise ValueError if that is not possible."""
@@ -48,9 +57,11 @@ def run_job(job: Job) -> None:
 
 @contextmanager
 def name_failed_job(job: Job) -> Iterator[None]:
-    """Add the run's folder to an error."""
+    """Add the run's folder to an error. Suppress the error of training that diverges if it may."""
     try:
         yield
     except Exception as error:
+        if isinstance(error, Diverged) and job.may_diverge:
+            return
         error.add_note(f"in the run {job.folder}")
         raise

@@ -39,13 +39,15 @@ Runner = Callable[[Sequence[Job]], object]
 
 @dataclass(frozen=True)
 class Trial:
-    """One point of the search space, and its numbers over seeds on validation data."""
+    """One point of the search space, and its numbers over seeds on validation data; None if its training diverges."""
 
     point: Point
-    validation: Mapping[str, tuple[float, ...]]
+    validation: Mapping[str, tuple[float, ...]] | None
 
     def score(self, metric: str) -> float:
         """Return the metric's mean over seeds on validation data, with the sign that makes higher better."""
+        if self.validation is None:
+            return -math.inf
         return float(np.mean(self.validation[metric])) * (1 if METRICS[metric] else -1)
 
 
@@ -57,7 +59,9 @@ class ValidationData:
     chance: float  # percent: the best AVG of always predicting one class
 
     def is_chance(self, trial: Trial) -> bool:
-        """Return whether a point's AVG is at most two standard errors above chance."""
+        """Return whether a point's AVG is at most two standard errors above chance, or its training diverges."""
+        if trial.validation is None:
+            return True
         accuracies, share = trial.validation["avg"], self.chance / 100
         variance = share * (1 - share) * sum(1 / size for size in self.sizes.values()) / len(self.sizes) ** 2
         return float(np.mean(accuracies)) <= self.chance + 200 * math.sqrt(variance / len(accuracies))
@@ -124,7 +128,7 @@ class Search:
         values = {"validation": VALIDATION, **self.fixed, **point}
         label = ",".join(f"{key}={value}" for key, value in point.items())
         experiments = [Experiment.of(values | {"seed": seed, "name": f"{label}-seed{seed}"}) for seed in self.seeds]
-        return [Job(experiment, self.out / experiment.folder_name) for experiment in experiments]
+        return [Job(experiment, self.out / experiment.folder_name, may_diverge=True) for experiment in experiments]
 
     def evaluate(self, points: Sequence[Point], run: Runner) -> list[Trial]:
         """Run the points and read their results."""
@@ -206,6 +210,8 @@ def _check_trials(trials: int) -> None:
 
 
 def _read_trial(point: Point, jobs: Sequence[Job]) -> Trial:
+    if not all(job.has_result for job in jobs):  # they all ran, so what has none diverged
+        return Trial(point, None)
     results = []
     for job in jobs:
         results.append(
@@ -219,13 +225,21 @@ def _read_trial(point: Point, jobs: Sequence[Job]) -> Trial:
 
 
 def choose_best(trials: Sequence[Trial], metric: str) -> Trial:
-    """Return the trial with the best mean on validation data; the first one of equals."""
-    return max(trials, key=lambda trial: trial.score(metric))
+    """Return the trial with the best mean on validation data; the first one of equals.
+
+    Raise ValueError if training diverges with all of them.
+    """
+    best = max(trials, key=lambda trial: trial.score(metric))
+    if best.validation is None:
+        raise ValueError("training diverges at every point of the search: choose smaller values, such as a smaller lr")
+    return best
 
 
 def count_equals(trials: Sequence[Trial], best: Trial, metric: str) -> int:
     """Return how many others the seeds do not tell from the best: behind it by one standard error or less, paired by seed."""
-    differences = [np.subtract(t.validation[metric], best.validation[metric]) for t in trials if t is not best]
+    others = [t.validation[metric] for t in trials if t is not best and t.validation is not None]
+    assert best.validation is not None
+    differences = [np.subtract(values, best.validation[metric]) for values in others]
     errors = [np.std(d, ddof=1) / math.sqrt(len(d)) if len(d) > 1 else 0.0 for d in differences]
     return sum(bool(abs(np.mean(d)) <= error) for d, error in zip(differences, errors, strict=True))
 

@@ -108,8 +108,11 @@ def show_search(
     columns = dict.fromkeys([search.metric, *rows.FAIRNESS_COLUMNS.values()])
     body = []
     for trial in trials:
-        cells = [tables.summarise_seeds(trial.validation[name]).format() for name in columns]
         point = " ".join(f"{key}={value}" for key, value in trial.point.items())
+        if trial.validation is None:
+            body.append([point, *("" for _ in columns), "diverged"])
+            continue
+        cells = [tables.summarise_seeds(trial.validation[name]).format() for name in columns]
         body.append([point, *cells, "chosen" if trial is best else ""])
     number = len(search.seeds)
     spread = f"mean ± standard deviation over {number} seeds" if number > 1 else f"seed {search.seeds[0]}"
@@ -280,6 +283,9 @@ class LiveTable:
     def report_finished(self, job: Job) -> None:
         """Print a line about a finished run, unless the live table shows it."""
         if not self.console.is_terminal:
+            if not job.has_result:
+                self.console.print(f"{job.folder.name}: diverged", highlight=False, markup=False, soft_wrap=True)
+                return
             result = rows.load_summary(job.folder, ("avg", "std", "worst", "seconds"))
             shown = (result["validation"] or {}) if self.is_search else result
             numbers = " ".join(

@@ -97,15 +97,19 @@ def _find_experiment(
         out = out or Path("runs") / Experiment.read(None, overrides).run_name
         files = [str(out / "experiment.toml")]
         if not (check_folder(out) / "experiment.toml").exists():
+            remedy = "leave out --resume to start one"
+            if out.exists() and any(out.iterdir()):  # where no run starts
+                remedy = "remove what is there"
             raise ValueError(
-                f"{out} holds no run to resume: there is no experiment.toml; name another folder with --out, or leave out "
-                "--resume to start one"
+                f"{out} holds no run to resume: there is no experiment.toml; name another folder with --out, or {remedy}"
             )
     experiment = Experiment.read(files[0] if files else None, overrides)
     folder = out or Path("runs") / experiment.run_name
     if resume and is_described:
         alone = f"use --resume --out {folder} alone to resume what is there, or name another folder"
-        check_folder_owner(folder, experiment, f"fields given with --resume describe the whole experiment; {alone}")
+        remedy = f"fields given with --resume describe the whole experiment; {alone}"
+        given = {key if key in Experiment.model_fields else "method" for key in parse_overrides(overrides)}
+        check_folder_owner(folder, experiment, remedy, given)
     return experiment, folder
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from fedheal.aggregate.validate import BadUpdate, is_divergence
 from fedheal.core.clock import Clock
 from fedheal.core.errors import CustomPartError
 from fedheal.core.rng import generator
@@ -19,6 +20,10 @@ from fedheal.methods.server_step import ClientTerms, apply_server_step, mean_tra
 from fedheal.runs.schema import RoundRecord
 from fedheal.simulate.evaluation import evaluate_domains
 from fedheal.simulate.federation import Federation
+
+
+class Diverged(ValueError):
+    """Training has diverged: a client's update or the new model is not finite."""
 
 
 def initial_state(federation: Federation) -> RunState:
@@ -46,7 +51,7 @@ def run_round(
     evaluate: bool = True,
     before_server_step: Callable[[], None] = lambda: None,
 ) -> tuple[RunState, RoundRecord]:
-    """Run one round; return the state after it and its record. Raise ValueError if the model would become non-finite.
+    """Run one round; return the state after it and its record. Raise `Diverged` if an update or the model is not finite.
 
     The buffers of `state` are reused: it must not be used again once `before_server_step` is called, after training.
     """
@@ -67,9 +72,12 @@ def run_round(
     updates = collector.finish()
     clock.end_phase("train")
     sent, received = measure_traffic(federation, state, cohort, client_terms)
-    outcome = apply_server_step(federation.server_step, state, updates, client_terms, len(federation.clients))
+    try:
+        outcome = apply_server_step(federation.server_step, state, updates, client_terms, len(federation.clients))
+    except BadUpdate as error:
+        raise _explain_bad_updates(error.reasons, len(present)) from None
     if outcome.is_refused:
-        raise ValueError(outcome.refusal)
+        raise Diverged(outcome.refusal)
     after = replace(outcome.state, sent=state.sent + sent, received=state.received + received)
     clock.end_phase("aggregate")
     evaluation = evaluate_domains(federation, after.model, after.terms, engine) if evaluate else {}
@@ -85,6 +93,17 @@ def run_round(
         **evaluation,
     )
     return after, record
+
+
+def _explain_bad_updates(reasons: Mapping[str, str], replied: int) -> ValueError:
+    """Return an error that says which clients of a round have bad updates, and what to do."""
+    client, why = next(iter(reasons.items()))
+    more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+    problem = f"client '{client}': {why}{more}"
+    has_diverged = any(map(is_divergence, reasons.values()))
+    if has_diverged and len(reasons) == replied:  # to leave out all of them would be of no use
+        return Diverged(f"training has diverged for every client of the round: {problem}; use a smaller lr")
+    return (Diverged if has_diverged else ValueError)(f"{problem}; on_bad_update=skip leaves such clients out")
 
 
 def run_rounds(
