@@ -57,3 +57,12 @@ def test_rounds_without_a_checkpoint_are_said_and_kept(call, caplog, stopped_run
 def test_a_damaged_description_is_named(call, stopped_run: Path, described: list[str], content: str, said: str) -> None:
     (stopped_run / "experiment.toml").write_text(content)
     assert_sentence(call("run", *described, "--resume", "--out", "here"), said)
+
+
+@pytest.mark.parametrize(("word", "said"), [("lr=0.5", "lr is 0.05 there and 0.5 here"), ("tau=0.5", "method is")])
+def test_a_field_that_was_given_is_named_first(call, stopped_run: Path, word: str, said: str) -> None:
+    done = call("run", "--resume", "--out", "here", word)
+    assert_sentence(
+        done, f"here belongs to another experiment ({said}", " more differ): fields given with --resume describe"
+    )
+    assert "variant=" not in done.err  # a method's name without its defaults

@@ -22,7 +22,22 @@ WRONG = [
     (["rounds=-1"], ["rounds", "-1"]),
     (["rounds=1.5"], ["rounds", "1.5"]),
     (["rounds=many"], ["rounds", "many"]),
-    (["rounds=true"], ["rounds"]),
+    (["rounds=true"], ["rounds = True: use a whole number"]),
+    (["lr=true"], ["lr = True: use a number"]),
+    (["server_optimizer=true"], ["server_optimizer = True: use 'sgd', 'adam'"]),
+    (["rounds=1", "warmup_rounds=5"], ["warmup_rounds = 5: use fewer than rounds = 1"]),
+    (["only=plain,"], ["only = 'plain,' has an empty name: leave out the comma"]),
+    (["without="], ["without = '' has an empty name: name a domain or client, or leave it out"]),
+    (["fphl=maybe"], ["fphl = maybe: use true or false"]),
+    (["fraction=0.001"], ["fraction = 0.001 of the 60 training examples of domain 'plain'", ": use a larger fraction"]),
+    (
+        ["method=standalone"],
+        ["'standalone' is a bound, which takes no parts or parameters: name it alone, as in `fedheal compare"],
+    ),
+    (
+        ["method=fedce+fedadam", "validation=0.2"],
+        ["method 'fedce+fedadam': fedce takes a client's", "; leave out fedadam"],
+    ),
     (["lr=inf"], ["lr", "inf"]),
     (["lr=nan"], ["lr", "nan"]),
     (["server_lr=inf"], ["server_lr", "inf"]),
@@ -246,6 +261,12 @@ def test_a_folder_without_a_run_is_not_enough(call, tmp_path: Path) -> None:
     assert_sentence(call("run", "--resume"), "runs/fedavg+fedheal-embedded-seed0 holds no run to resume", "--out")
     assert_sentence(call("run", "--resume", "name=mine"), "runs/mine holds no run to resume")
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "begun").mkdir()
+    assert_sentence(call("run", "--resume", "--out", "begun"), "leave out --resume to start one")
+    (tmp_path / "begun" / "rounds.jsonl").touch()
+    assert_sentence(
+        call("run", "--resume", "--out", "begun"), "name another folder with --out, or remove what is there"
+    )
     (tmp_path / "afile").touch()
     assert_sentence(call("run", "--resume", "--out", "afile"), "afile is a file: name another folder")
 
@@ -355,7 +376,7 @@ def test_a_run_whose_description_is_damaged_is_refused_with_its_name(call, tmp_p
 
 def test_a_diverging_run_is_a_sentence(call) -> None:
     done = call("run", *WORDS, "lr=1e30", "--quiet")
-    assert_sentence(done, "client 'dark-0'", "on_bad_update")
+    assert_sentence(done, "training has diverged", "client 'dark-0'", "use a smaller lr")
 
 
 def test_a_name_cannot_lead_out_of_the_runs_folder(call, tmp_path: Path) -> None:

@@ -26,8 +26,9 @@ from fedheal.local.fedprox import FedProx
 from fedheal.local.fpl import FPL
 from fedheal.local.moon import Moon
 from fedheal.local.scaffold import Scaffold
-from fedheal.methods import registry
+from fedheal.methods import grammar, registry
 from fedheal.methods.server_step import resolve_server
+from fedheal.report import rows
 from tiny_data import quick
 
 
@@ -222,7 +223,7 @@ REFUSED = [
     ("fael-exact", {"ridge": [1]}, r"ridge = \[1\]: use a finite number above 0"),
     ("fael-exact", {"ridge": None}, "ridge = None: use a finite number above 0"),
     ("directions", {"block": [2]}, r"block = \[2\]: use a whole number of at least 2"),
-    ("fedheal", {"soft": [True]}, r"soft = \[True\]: use True or False"),
+    ("fedheal", {"soft": [True]}, r"soft = \[True\]: use true or false"),
     ("fedheal", {"variant": ["released"]}, "variant = .*released.*use one of"),
     ("fedheal", {"fael": [False]}, "fael = .*False.*use one of"),
     ("fedheal+uniform", {}, "two of these stages give weights"),
@@ -364,5 +365,11 @@ def test_settings_and_method_may_not_name_two_server_optimisers() -> None:
     assert resolve_server(methods.get("fedheal"), Server("yogi")) == Server("yogi")
     with pytest.raises(ValueError, match="leave one of them out"):
         resolve_server(method, Server("yogi"))
-    with pytest.raises(ValueError, match="use 'sgd', server_lr=1"):
+    with pytest.raises(
+        ValueError, match=r"method 'ditto:feedback=true\+fedavgm': .*whatever the step; leave out fedavgm$"
+    ):
         resolve_server(methods.get("ditto:feedback=true+fedavgm"))
+
+
+def test_bounds_are_those_of_reports() -> None:
+    assert set(grammar.BOUNDS) == set(rows.BOUNDS)

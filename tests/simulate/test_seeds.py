@@ -88,5 +88,5 @@ def test_names_hold_the_seeds_that_were_set() -> None:
 def test_a_wrong_seed_is_named() -> None:
     with pytest.raises(ValueError, match="init_seed = -1"):
         quick(init_seed=-1)
-    with pytest.raises(ValueError, match="split_seed cannot be a boolean"):
+    with pytest.raises(ValueError, match="split_seed = True: use a whole number"):
         quick(split_seed=True)

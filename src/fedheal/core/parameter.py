@@ -101,7 +101,8 @@ class Parameter:
         if isinstance(self.default, float) and number is not None:
             return number
         if number is None or not number.is_integer():
-            raise ValueError(f"{self.name} = {text}: use {self.allowed}")
+            allowed = "true or false" if isinstance(self.default, bool) else self.allowed  # as in text
+            raise ValueError(f"{self.name} = {text}: use {allowed}")
         return int(number)
 
     def _allows(self, value: Any) -> bool:

@@ -19,6 +19,7 @@ from fedheal.core.parameter import Parameter, get_parameters
 
 IMPORT_PATH = re.compile(r"(?P<path>[A-Za-z_][\w.]*:[A-Za-z_]\w*)(:(?P<assignments>.*))?")
 CALL = re.compile(r"(?P<path>[\w.:-]+)\((?P<arguments>[^()]*)\)")  # as in Python, which a name is not
+BOUNDS = ("standalone", "centralised", "leave-one-domain-out")  # `report.rows` describes them
 
 
 def describe_unknown_parameter(key: str, known: Collection[str]) -> str:
@@ -105,6 +106,9 @@ def _parse_part(text: str, table: Mapping[str, Callable[..., Any]]) -> Part:
         part = Part(word, table[word])
     elif match := IMPORT_PATH.fullmatch(text):
         part, assignments = _import_part(match["path"]), match["assignments"] or ""
+    elif word in BOUNDS:
+        alone = f"name it alone, as in `fedheal compare fedavg {word}`"
+        raise ValueError(f"'{word}' is a bound, which takes no parts or parameters: {alone}")
     else:
         _explain_call(text, table)
         known = "`fedheal methods` lists them, and one of your own is named by import path, package.module:function"

@@ -11,7 +11,7 @@ import torch
 
 from fedheal.aggregate.aggregator import Aggregated, Aggregator, ModelOverflow
 from fedheal.aggregate.reduce import is_finite
-from fedheal.aggregate.server_optimizer import Server, check_plain_server
+from fedheal.aggregate.server_optimizer import SERVERS, Server, check_plain_server
 from fedheal.aggregate.stage import call_custom
 from fedheal.aggregate.validate import NON_FINITE, BadUpdate
 from fedheal.core.errors import CustomPartError, name_if_custom, name_part
@@ -73,8 +73,19 @@ def resolve_server(method: Method, server: Server | None = None) -> Server:
     chosen = server or method.server or Server()
     for term in method.local:
         if term.needs_plain_server:
-            check_plain_server(chosen, term.needs_plain_server)
+            _check_plain_server(method, chosen, term.needs_plain_server)
     return chosen
+
+
+def _check_plain_server(method: Method, server: Server, why: str) -> None:
+    """Raise ValueError unless the server is plain, naming the part of the method that brings another one."""
+    try:
+        check_plain_server(server, why)
+    except ValueError:
+        brought = [part.name for part in method.parts if part.name in SERVERS]
+        if not brought:
+            raise
+        raise ValueError(f"method '{method.name}': {why}; leave out {brought[0]}") from None
 
 
 def apply_server_step(

@@ -296,4 +296,9 @@ def _apply_fraction(experiment: Experiment, domains: Domains) -> dict[str, int]:
     """Return the samples per client where they are given as a fraction of the whole training set."""
     sizes = {d.name: d.nominal or len(d.labels) for d in domains.domains}
     parts = _fill_per_domain("fraction", experiment.fraction, dict.fromkeys(sizes))
-    return {name: multiply_fraction(part, sizes[name]) for name, part in parts.items() if part is not None}
+    samples = {name: multiply_fraction(part, sizes[name]) for name, part in parts.items() if part is not None}
+    for name, number in samples.items():
+        if number < 1:
+            available = f"the {sizes[name]:,} training examples of domain '{name}'"
+            raise ValueError(f"fraction = {parts[name]} of {available} is less than one: use a larger fraction")
+    return samples

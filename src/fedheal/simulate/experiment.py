@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
@@ -139,11 +139,15 @@ class Experiment(BaseModel):
         fields = {key: value for key, value in values.items() if key in cls.model_fields}
         parameters = {key: value for key, value in values.items() if key not in cls.model_fields}
         for key, value in fields.items():
-            if isinstance(value, bool) and cls.model_fields[key].annotation is not bool:
-                raise ValueError(f"{key} = {value}: {key} cannot be a boolean")
+            if isinstance(value, bool) and (wanted := _describe_kind(cls.model_fields[key].annotation)):
+                raise ValueError(f"{key} = {value}: use {wanted}")  # pydantic takes True for 1
         for key in ("only", "without"):
             if isinstance(fields.get(key), str):
-                fields[key] = tuple(name.strip() for name in fields[key].split(","))
+                names = tuple(name.strip() for name in fields[key].split(","))
+                if not all(names):
+                    remedy = "leave out the comma" if any(names) else "name a domain or client, or leave it out"
+                    raise ValueError(f"{key} = {fields[key]!r} has an empty name: {remedy}")
+                fields[key] = names
         for key, kind in PER_DOMAIN.items():
             if fields.get(key) is not None:
                 fields[key] = parse_per_domain(key, fields[key], kind)
@@ -206,9 +210,7 @@ class Experiment(BaseModel):
         if self.lr_schedule == "step" and self.lr_decay_every is None:
             raise ValueError("lr_schedule = 'step' needs the rounds from one decay to the next: give lr_decay_every=50")
         if self.warmup_rounds >= self.rounds:
-            raise ValueError(
-                f"warmup_rounds = {self.warmup_rounds}: use fewer than the {self.rounds} rounds of the run"
-            )
+            raise ValueError(f"warmup_rounds = {self.warmup_rounds}: use fewer than rounds = {self.rounds}")
         return self
 
     @property
@@ -410,6 +412,16 @@ def parse_per_domain(field: str, value: Any, kind: type) -> Any:
                 wanted, example = "a fraction of at most 1", "mnist=0.1 usps=0.2"
             raise ValueError(f"{field} = {given!r}: use {wanted}, or one per domain, as in '{example}'")
     return value
+
+
+def _describe_kind(annotation: Any) -> str:
+    """Return which values a field takes that is no switch and no choice, or an empty string.
+
+    >>> _describe_kind(int | None), _describe_kind(float), _describe_kind(bool)
+    ('a whole number', 'a number', '')
+    """
+    words = {int: "a whole number", float: "a number", str: "a string"}
+    return next((word for kind, word in words.items() if kind in (annotation, *get_args(annotation))), "")
 
 
 def _make_paths_absolute(fields: Mapping[str, Any]) -> dict[str, str]:

@@ -221,9 +221,12 @@ def load(folder: str | Path, module: nn.Module | None = None) -> nn.Module:
 
 
 def check_folder_owner(
-    folder: Path, experiment: Experiment, remedy: str = "give another name or folder (--out), or remove it"
+    folder: Path,
+    experiment: Experiment,
+    remedy: str = "give another name or folder (--out), or remove it",
+    given: Collection[str] = (),
 ) -> None:
-    """Raise ValueError with the remedy if the folder holds a run of another experiment."""
+    """Raise ValueError with the remedy if the folder holds a run of another experiment, naming the given fields first."""
     if not (folder / "experiment.toml").exists() or not _has_rounds(folder):
         return
     toml = folder / "experiment.toml"
@@ -237,11 +240,13 @@ def check_folder_owner(
     if not (is_same_name or methods.is_known(str(method))):
         raise ValueError(f"{folder} belongs to another experiment, of method '{method}': {remedy}")
     try:
-        there, here = Experiment.of(written).to_dict(), experiment.to_dict()
+        pair = Experiment.of(written), experiment
     except ValueError as error:
         raise ValueError(f"{toml}: {error}") from None
+    there, here = (described.to_dict() | {"method": described.method_name} for described in pair)
     differing = [key for key in {**there, **here} if key not in FREE and there.get(key) != here.get(key)]
     if differing:
+        differing.sort(key=lambda key: (key not in given, key == "method"))
         listed = "; ".join(f"{key} is {there.get(key)} there and {here.get(key)} here" for key in differing[:3])
         more = f"; {len(differing) - 3} more differ" if len(differing) > 3 else ""
         raise ValueError(f"{folder} belongs to another experiment ({listed}{more}): {remedy}")
