@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import numpy as np
 import pytest
@@ -154,3 +155,21 @@ def test_masks_travel_as_bits():
     assert torch.equal(torch.from_numpy(messages.record_to_mask(messages.mask_to_record(mask), 37)).bool(), mask)
     with pytest.raises(ValueError, match="41 entries need 6 bytes"):
         messages.record_to_mask(messages.mask_to_record(mask), 41)
+    floats = ArrayRecord({"bits": Array(np.zeros(9, np.float32))})
+    with pytest.raises(ValueError, match=r"^its mask is float32 of shape \(9,\); 65 entries need 9 bytes, as uint8$"):
+        messages.record_to_mask(floats, 65)
+
+
+@pytest.mark.parametrize(
+    ("array", "problem"),
+    [
+        (Array(np.array(["a"])), "'0.change' holds <U1, which torch does not have"),
+        (
+            Array("float32", (1,), "pickle", b"x"),
+            "'0.change' cannot be read: it is serialised as 'pickle', not as a numpy array",
+        ),
+    ],
+)
+def test_an_array_that_no_tensor_can_hold_is_named(array, problem):
+    with pytest.raises(ValueError, match=f"^{re.escape(problem)}$"):
+        messages.record_to_tensors(ArrayRecord({"0.change": array}))

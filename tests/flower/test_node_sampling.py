@@ -225,6 +225,12 @@ def test_an_unknown_setting_is_named_with_the_preset_and_the_nearest_one():
         FedHEAL(foo=3)
     with pytest.raises(TypeError, match=re.escape("Uniform has no parameter 'foldr' (did you mean 'folder'?)")):
         Uniform(foldr="runs/a")
+    with pytest.raises(
+        TypeError, match=re.escape("has no parameter 'min_fit_clients' (did you mean 'min_train_nodes'?)")
+    ):
+        FedHEAL(min_fit_clients=2)
+    with pytest.raises(TypeError, match=re.escape("has no parameter 'fraction_fit' (did you mean 'fraction_train'?)")):
+        FedHEAL(fraction_fit=0.5)
 
 
 @pytest.mark.parametrize("method", [0.5, None, 2])

@@ -148,6 +148,17 @@ def test_an_unusable_folder_is_rejected_before_training(tmp_path):
     assert grid.asked == []
 
 
+def test_a_tilde_in_a_folder_is_the_users_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    sites = Sites(rounds=1, folder="~/clients")
+    strategy = FedHEAL(folder="~/run", fraction_evaluate=0.0, placement="client")
+    strategy.start(sites.grid(), sites.initial, num_rounds=1)
+    assert (tmp_path / "run" / "model.safetensors").exists()
+    assert any((tmp_path / "clients").iterdir())
+    assert not (tmp_path / "~").exists()
+
+
 def test_an_existing_folder_on_a_read_only_disk_is_rejected_by_name(tmp_path, monkeypatch):
     def refuse(path: Path) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))

@@ -221,6 +221,19 @@ def test_who_breaks_the_protocol_is_a_drop_out(key, make_value, reason, caplog):
         assert report["secure_sum"]["clients"] == 3
 
 
+def test_sites_that_get_wrong_ciphertexts_say_whose_they_are():
+    def change(partition: int, reply: Message) -> None:
+        config = {} if reply.has_error() else reply.content.config_records.get(RECORD_KEY_CONFIGS, {})
+        if partition == 1 and Key.CIPHERTEXT_LIST in config:
+            config[Key.CIPHERTEXT_LIST] = [b"x"] * len(config[Key.CIPHERTEXT_LIST])
+
+    skipped = run(make_grid(3, change=change)).history[0].report["skipped"]
+    reason = "its node reports an error: ValueError: it cannot decrypt the key shares that node 101 sent it"
+    for client in ("partition-0", "partition-2"):
+        assert skipped[client] == f"it dropped out of the secure sum in stage 'collect_masked_vectors': {reason}"
+    assert skipped["partition-1"] == "the secure sum failed: 1 of 3 clients were left, and 2 are needed"
+
+
 def test_a_wrong_vector_of_the_right_shape_leaves_the_model_as_it_was():
     noise = ndarray_to_bytes(np.random.default_rng(0).integers(0, 2**48, 2 * 600 + 7))
 

@@ -36,11 +36,47 @@ def test_a_tau_that_no_client_would_use_is_rejected(make):
         ((LocalGrid(ClientApp(), {}), MODULE.state_dict()), "initial_arrays is an OrderedDict: give ArrayRecord("),
         ((LocalGrid(ClientApp(), {}), None), "initial_arrays is a NoneType: give ArrayRecord(model.state_dict())"),
         ((None, ArrayRecord(MODULE.state_dict())), "grid is a NoneType: give the one that Flower passes to"),
+        (
+            (LocalGrid, ArrayRecord(MODULE.state_dict())),
+            "grid is the class LocalGrid: give the one that Flower passes to",
+        ),
     ],
 )
 def test_a_start_with_another_type_says_what_to_give(arguments, message):
     with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
         FairStrategy("fedavg").start(*arguments)
+
+
+@pytest.mark.parametrize("name", ["train_config", "evaluate_config"])
+@pytest.mark.parametrize(("value", "kind"), [("x", "a str"), (5, "an int"), ([], "a list")])
+def test_a_config_of_another_type_is_rejected_before_training(name, value, kind):
+    with pytest.raises(TypeError, match=f"^{name} is {kind}: give a ConfigRecord such as "):
+        FairStrategy("fedavg", wait_seconds=0).start(
+            LocalGrid(ClientApp(), {}), ArrayRecord(MODULE.state_dict()), **{name: value}
+        )
+
+
+@pytest.mark.parametrize("function", [5, 0, "x", lambda: None, lambda number: None, len])
+def test_a_central_evaluation_that_cannot_be_called_is_rejected_before_training(function):
+    message = f"evaluate_fn = {function!r}: give a function of two arguments, the number of the round and the model's"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        FairStrategy("fedavg", wait_seconds=0).start(
+            LocalGrid(ClientApp(), {}), ArrayRecord(MODULE.state_dict()), evaluate_fn=function
+        )
+
+
+def evaluate_wrongly(number, arrays):
+    return {"accuracy": 0.5}
+
+
+def test_a_central_evaluation_that_returns_no_metrics_is_named_before_training():
+    grid = LocalGrid(ClientApp(), {})
+    message = "what evaluate_fn = evaluate_wrongly returned is a dict: return a MetricRecord or None"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        FairStrategy("fedavg", wait_seconds=0).start(
+            grid, ArrayRecord(MODULE.state_dict()), evaluate_fn=evaluate_wrongly
+        )
+    assert grid.asked == []
 
 
 def test_a_tau_that_is_used_is_kept():
@@ -82,6 +118,10 @@ def add_with_default(replies, key, more=()):
         ({"max_norm": "Auto"}, "max_norm = 'Auto': use a finite number above 0, 'auto' or None"),
         ({"folder": ""}, "folder = '': use a path such as 'runs/hospitals', or leave it out"),
         ({"folder": "a\0b"}, "folder = 'a\\x00b': use a path such as 'runs/hospitals', or leave it out"),
+        ({"folder": "x" * 5000}, f"folder = '{'x' * 80}'... cannot be used (File name too long): name another folder"),
+        ({"folder": "~nobody-has-this/run"}, "folder = '~nobody-has-this/run' cannot be used ("),
+        ({"min_replies": None}, "min_replies = None: use a whole number of at least 1"),
+        ({"evaluate_every": None}, "evaluate_every = None: use a whole number of at least 1"),
     ],
 )  # fmt: skip
 def test_a_setting_that_would_fail_later_is_rejected_by_name(settings, message):

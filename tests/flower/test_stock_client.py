@@ -11,6 +11,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from torch import nn
 
 from fedheal import Layout, Updates, aggregate
@@ -210,6 +211,52 @@ def test_the_caller_may_aggregate_metrics_and_metrics_may_be_lists():
     assert result.train_metrics_clientapp[1]["largest"] == 30
     plain = FedHEAL(fraction_evaluate=0.0).start(grid, ArrayRecord(make_module().state_dict()), num_rounds=1)
     assert plain.train_metrics_clientapp[1]["by_class"] == pytest.approx([1.0, (30 * 7 + 10 * 9) / 40])
+
+
+def return_text(contents: list[RecordDict], key: str) -> str:
+    return "0.5"
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (aggregate_metricrecords, "aggregate_metricrecords raised "),
+        (return_text, "return_text returned a str, not a MetricRecord or None"),
+        (int, "int raised TypeError: "),
+    ],
+)
+def test_a_metrics_function_that_fails_on_a_clients_metrics_costs_no_round(function, problem, tmp_path, caplog):
+    def add_list(node: int, reply: Message) -> list[Message]:
+        reply.content["metrics"]["train_loss"] = [1.0, 2.0] if node == 8 else 1.0
+        return [reply]
+
+    grid = make_grid(make_stock_app())
+    grid.spoil = add_list
+    strategy = FedHEAL(
+        train_metrics_aggr_fn=function, evaluate_metrics_aggr_fn=function, folder=tmp_path / "run", max_norm="auto"
+    )
+    result = strategy.start(grid, ArrayRecord(make_module().state_dict()), num_rounds=2)
+    assert [len(record.weights) for record in strategy.history] == [3, 3]
+    assert result.train_metrics_clientapp == result.evaluate_metrics_clientapp == {}
+    for name in ("train_metrics_aggr_fn", "evaluate_metrics_aggr_fn"):
+        assert f"round 2 has no aggregated metrics: {name} = {problem}" in caplog.text
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2])
+def test_a_run_in_which_no_update_counted_says_so(num_rounds, caplog):
+    strategy = FedHEAL(weighted_by_key="num_examples", fraction_evaluate=0.0)
+    strategy.start(make_grid(make_stock_app()), ArrayRecord(make_module().state_dict()), num_rounds=num_rounds)
+    rounds = ("1 round", "2 rounds")[num_rounds - 1]
+    remedy = "put it into the reply's MetricRecord, or set weighted_by_key to the name that the clients send"
+    reason = f"the most frequent reason: it sends no metric 'num_examples' that is a number: {remedy}"
+    assert f"no update counted in {rounds}, so the model is the initial one; {reason}" in caplog.text
+
+
+def test_a_run_in_which_one_update_counted_or_nobody_trains_has_no_such_warning(caplog):
+    initial = ArrayRecord(make_module().state_dict())
+    FedHEAL(fraction_evaluate=0.0).start(make_grid(make_stock_app()), initial, num_rounds=1)
+    FedHEAL(fraction_train=0.0).start(make_grid(make_stock_app()), initial, num_rounds=1)
+    assert "no update counted" not in caplog.text
 
 
 def test_central_evaluation_is_called_as_flower_calls_it():

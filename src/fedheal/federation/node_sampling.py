@@ -29,7 +29,9 @@ def wait_for_nodes(list_nodes: Callable[[], list[int]], needed: int, wait_second
             required = f"only {len(connected)} of the {needed} nodes required by min_available_nodes and the like"
             raise NotEnoughNodes(f"{required} are connected and answer after wait_seconds = {wait_seconds:g}; {advice}")
         if not is_announced:
-            log.info("waiting up to %g s for %d nodes (%d connected)", wait_seconds, needed, len(connected))
+            log.info(
+                "waiting up to %g s for %d nodes (%d are connected and answer)", wait_seconds, needed, len(connected)
+            )
             is_announced = True
         time.sleep(min(1.0, max(0.05, deadline - time.monotonic())))
     return connected

@@ -4,6 +4,7 @@ A framework's own part brings the messages. Nothing here waits or sends.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
@@ -12,7 +13,7 @@ from fedheal.aggregate import Aggregator
 from fedheal.aggregate.reduce import is_finite
 from fedheal.aggregate.server_optimizer import Server
 from fedheal.core.checks import check_count, check_text
-from fedheal.core.errors import shorten_list
+from fedheal.core.errors import format_count, shorten_list
 from fedheal.core.layout import Layout, Packed
 from fedheal.core.parameter import Parameter
 from fedheal.core.state import RunState, TermState
@@ -49,7 +50,8 @@ class ServerSettings:
     def __post_init__(self) -> None:
         check_count("seed", self.seed)
         check_text("data", self.data)
-        for name, least in (("min_replies", 1), ("max_empty_rounds", 1), ("budget", 0)):
+        Parameter("min_replies", 1, ge=1).check(self.min_replies)
+        for name, least in (("max_empty_rounds", 1), ("budget", 0)):
             if (value := getattr(self, name)) is not None:
                 Parameter(name, 1, ge=least).check(value)
 
@@ -266,6 +268,8 @@ class RoundServer(Generic[K, R, O]):
     def finish(self) -> None:
         """Write the final model and the result, and release the folder."""
         self.write_result()
+        if unused := _explain_unused_updates(self.history):
+            self.log.warning("%s", unused)
         if self.folder is not None and not any(record.domains for record in self.history):
             reason = _explain_no_accuracy(self.history)
             self.log.warning("%s: %s has no result.json to report", reason, self.folder.path)
@@ -278,6 +282,23 @@ class RoundServer(Generic[K, R, O]):
                 self.folder.flush()
             finally:
                 self.folder.release()
+
+
+def _explain_unused_updates(history: Iterable[RoundRecord]) -> str | None:
+    """Say why no update counted in any round, or return None if one did or nobody was asked to train."""
+    num_rounds, reasons = 0, Counter[str]()
+    for record in history:
+        if any(record.weights.values()) and "unmoved" not in record.report:
+            return None
+        num_rounds += record.cohort > 0
+        reasons.update(str(reason) for reason in record.report["skipped"].values())
+        reasons.update([NO_REPLY] * len(record.report["missing"]))
+        reasons.update([str(record.report["unmoved"])] if "unmoved" in record.report else [])
+    if not num_rounds:
+        return None
+    model = f"no update counted in {format_count(num_rounds, 'round')}, so the model is the initial one"
+    most_frequent = max(reasons, key=reasons.__getitem__, default="every weight was 0")
+    return f"{model}; the most frequent reason: {most_frequent}"
 
 
 def _explain_no_accuracy(history: Iterable[RoundRecord]) -> str:

@@ -56,6 +56,13 @@ def check_folder_settings(folder: object, resume: bool) -> None:
     is_path = isinstance(folder, str | PathLike) and str(folder) and "\0" not in str(folder)
     if folder is not None and not is_path:
         raise ValueError(f"folder = {folder!r}: use a path such as 'runs/hospitals', or leave it out")
+    try:
+        if folder is not None:
+            Path(str(folder)).expanduser().exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long, or a home that nobody has
+        shown = f"folder = {str(folder)[:80]!r}{'...' * (len(str(folder)) > 80)}"
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{shown} cannot be used ({reason}): name another folder") from None
     check_switch("resume", resume)
     if resume and folder is None:
         raise ValueError("resume = True needs folder: give the folder of the run to continue, or leave out resume")
@@ -91,7 +98,7 @@ class RunFolder(Generic[K]):
     """One federation's run folder."""
 
     def __init__(self, path: Path, resume: bool, framework: Framework[K], save_seconds: float = 0.0) -> None:
-        self.path, self.resume, self.framework, self.save_seconds = path, resume, framework, save_seconds
+        self.path, self.resume, self.framework, self.save_seconds = path.expanduser(), resume, framework, save_seconds
         self.settings: dict[str, Any] = {}
         self.owner = ""
         self.is_resumed = False  # whether the folder held a federation, if only one that finished no round

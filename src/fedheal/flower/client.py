@@ -251,7 +251,7 @@ def evaluate(
     client = client or get_client_name(context)
     model = messages.record_to_model(local_training.layout, message.content.array_records[key])
     instructions = RoundInstructions.from_message(message)
-    store = open_store(context, client, folder, instructions.federation)
+    store = _open_store(context, client, folder, instructions)
     accepted = instructions.get_accepted_round(client, store.read_token())
     # Nothing is dropped yet: the server may die before it has saved this round.
     saved = load_newest(store, instructions.round if accepted is None else accepted)
@@ -277,7 +277,7 @@ class _ClientSession:
 
     @classmethod
     def open(cls, context: Context, client: str, folder: str | Path | None, instructions: RoundInstructions) -> Self:
-        store = open_store(context, client, folder, instructions.federation)
+        store = _open_store(context, client, folder, instructions)
         accepted = instructions.get_accepted_round(client, store.read_token())
         warning = client_state.describe_missing_state(store, client, accepted)
         loaded = client_state.load_before_round(store, instructions.round, accepted)
@@ -314,6 +314,14 @@ class _ClientSession:
         info = content.config_records[CLIENT_INFO]
         info["token"], info["state_round"] = self.store.read_token(), self.loaded.round
         self.store.save(self.instructions.round, self.arrays, self.described)
+
+
+def _open_store(
+    context: Context, client: str, folder: str | Path | None, instructions: RoundInstructions
+) -> ClientStore:
+    """Return where the client saves its state. In a folder, `~` is the user's home."""
+    folder = None if folder is None else Path(folder).expanduser()
+    return open_store(context, client, folder, instructions.federation)
 
 
 def _make_content(

@@ -142,7 +142,8 @@ def tensors_to_record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def record_to_tensors(record: ArrayRecord) -> dict[str, Tensor]:
-    return {name: _to_tensor(array) for name, array in record.items()}
+    """Copy a record's arrays into tensors. Raise ValueError that names one which torch cannot hold."""
+    return {name: _to_tensor(name, array) for name, array in record.items()}
 
 
 def view_array(array: Array) -> NDArray[Any]:
@@ -161,11 +162,14 @@ def view_array(array: Array) -> NDArray[Any]:
         raise ValueError(f"its bytes are not an array ({str(error)[:200] or type(error).__name__})") from None
 
 
-def _to_tensor(array: Array) -> Tensor:
+def _to_tensor(name: str, array: Array) -> Tensor:
     try:
-        tensor = torch.from_numpy(np.array(view_array(array)))
+        values = view_array(array)
+        tensor = torch.from_numpy(np.array(values))
+    except ValueError as error:
+        raise ValueError(f"'{name}' cannot be read: {error}") from None
     except TypeError:  # text, long doubles and the like
-        raise ValueError(f"it holds {array.dtype}, which torch does not have") from None
+        raise ValueError(f"'{name}' holds {values.dtype}, which torch does not have") from None
     return tensor.to(torch.bfloat16) if (array.dtype, tensor.dtype) == ("bfloat16", torch.float32) else tensor
 
 
@@ -219,9 +223,10 @@ def record_to_mask(record: ArrayRecord, length: int) -> NDArray[np.uint8]:
     """Unpack a mask into zeros and ones."""
     if "bits" not in record:
         raise ValueError("its mask is missing: answer with fedheal.flower.client.reply or client.train")
-    packed_bits = view_array(record["bits"])
-    if packed_bits.dtype != np.uint8 or packed_bits.shape != (-(-length // 8),):
-        raise ValueError(f"its mask has shape {packed_bits.shape}; {length} entries need {-(-length // 8)} bytes")
+    packed_bits, size = view_array(record["bits"]), -(-length // 8)
+    if packed_bits.dtype != np.uint8 or packed_bits.shape != (size,):
+        given = f"its mask is {packed_bits.dtype} of shape {packed_bits.shape}"
+        raise ValueError(f"{given}; {length} entries need {size} bytes, as uint8")
     return np.unpackbits(packed_bits, count=length)
 
 

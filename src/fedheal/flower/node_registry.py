@@ -145,7 +145,7 @@ class NodeRegistry:
             # The SuperLink reports a dead node under an id of its own.
             node = requests.node_by_message.get(message.metadata.reply_to_message_id, node)
             client = self.get_name(node)
-            failure = f"its node reports an error: {_describe_error(message.error)}"
+            failure = f"its node reports an error: {describe_error(message.error)}"
             return ReceivedReply(message, node, client, domain=client, is_named=True, problem=failure)
         known = self.names.get(node)
         if (excess := self.limits.find_excess(message.content)) is not None:  # not even its name is read
@@ -199,8 +199,11 @@ class NodeRegistry:
                 log.warning("%s: %s; fedheal.flower.client.reply sends a name", problem, risk)
             if self.names.get(reply.node) != reply.client:
                 others = users.get(reply.client, [])
-                if others:
-                    log.warning("'%s' replies from node %d, before from node %d", reply.client, reply.node, others[-1])
+                if others:  # after a resume new nodes are usual
+                    level = logging.WARNING if others[-1] in self._named_in_this_run else logging.INFO
+                    log.log(
+                        level, "'%s' replies from node %d, before from node %d", reply.client, reply.node, others[-1]
+                    )
                 self.names.pop(reply.node, None)  # a node that changes its name comes after those that have used it
                 self.names[reply.node] = reply.client
                 self._forget_some([n for n in others if self.names.get(n) == reply.client], connected)
@@ -246,7 +249,7 @@ def describe_lost_clients(clients: Iterable[str], connected: Collection[int]) ->
     return f"{len(lost)} of {len(known)} clients were known by node ids that are gone ({shown}): {effect}; {remedy}"
 
 
-def _describe_error(error: Error) -> str:
+def describe_error(error: Error) -> str:
     """Return the class of a client's exception and the first line of its text, or the last one of a traceback."""
     reason = str(error.reason or "").strip()
     named = re.match(r"<class '(?:[^']*\.)?([^'.]+)'>:<'(.*)'>$", reason, re.DOTALL)  # how Flower writes an exception

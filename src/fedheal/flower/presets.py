@@ -17,6 +17,14 @@ from fedheal.flower.settings import PLACEMENTS
 from fedheal.flower.strategy import FairStrategy
 from fedheal.methods import Method
 
+# Flower's older names -> ours.
+OLDER_NAMES = {
+    "fraction_fit": "fraction_train",
+    "min_fit_clients": "min_train_nodes",
+    "min_evaluate_clients": "min_evaluate_nodes",
+    "min_available_clients": "min_available_nodes",
+}
+
 P = ParamSpec("P")
 S = TypeVar("S", bound=FairStrategy)
 
@@ -28,7 +36,7 @@ def check_preset_arguments(preset: Callable[P, S], own: Collection[str] = ()) ->
     that the preset sets itself.
     """
     parameters = inspect.signature(preset).parameters | inspect.signature(FairStrategy).parameters
-    known = [key for key in parameters if key not in {"settings", "method", *own}]
+    known = {key: key for key in parameters if key not in {"settings", "method", *own}}
 
     @functools.wraps(preset)
     def make_strategy(*unnamed: P.args, **named: P.kwargs) -> S:
@@ -37,7 +45,7 @@ def check_preset_arguments(preset: Callable[P, S], own: Collection[str] = ()) ->
             raise TypeError(f"{call}: name each argument, as in {preset.__name__}(fraction_train=0.5)")
         for key in named:
             if key not in known:
-                raise TypeError(f"{preset.__name__} has no parameter '{key}'{suggest(key, known)}")
+                raise TypeError(f"{preset.__name__} has no parameter '{key}'{suggest(key, known | OLDER_NAMES)}")
         return preset(*unnamed, **named)
 
     return make_strategy

@@ -1,7 +1,8 @@
 """Read and check Flower's replies. A reply that cannot count is rejected with the reason."""
 
+import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,17 +10,20 @@ import torch
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
+from fedheal.core.errors import add_article, format_error
 from fedheal.core.layout import Layout
 from fedheal.core.updates import FLOATS
 from fedheal.federation.replies import EvaluateReply, MissingRequirement, RejectedReply, ReplyRequirements, TrainReply
 from fedheal.federation.reply_checks import check_metrics, find_accuracy, match_arrays, take_num_examples, to_float
-from fedheal.federation.reply_limits import MAX_MESSAGE
+from fedheal.federation.reply_limits import MAX_MESSAGE, escape_text
 from fedheal.flower import messages
 from fedheal.flower.messages import CLIENT_INFO, MASK, TERM_MESSAGES, view_array
 from fedheal.flower.node_registry import ReceivedReply
 from fedheal.local.term import Arrays
 
-EXAMPLES_REMEDY = "put it into the reply's MetricRecord"
+log = logging.getLogger("flwr.fedheal")
+
+EXAMPLES_REMEDY = "put it into the reply's MetricRecord, or set weighted_by_key to the name that the clients send"
 MESSAGE_DTYPES = (
     *FLOATS, torch.complex64, torch.complex128, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
@@ -103,6 +107,36 @@ def _find_model_record(records: Mapping[str, ArrayRecord], key: str) -> ArrayRec
     if len(others) != 1:
         raise RejectedReply(f"it holds {len(others)} array records and none called '{key}': send the model as '{key}'")
     return others[0]
+
+
+def aggregate_metrics(
+    name: str,
+    function: Callable[[list[RecordDict], str], Any],
+    contents: list[RecordDict],
+    examples_key: str,
+    number: int,
+) -> MetricRecord | None:
+    """Return a round's metrics, or None if no reply counts or the function fails on one: no client's metrics may end a run.
+
+    Args:
+        name: The setting that `function` was given as.
+        function: Makes one record of the replies.
+        contents: The replies that count.
+        examples_key: The metric with a reply's number of examples.
+        number: The round.
+    """
+    if not contents:
+        return None
+    try:
+        metrics = function(contents, examples_key)
+        if metrics is None or isinstance(metrics, MetricRecord):
+            return metrics
+        problem = f"returned {add_article(type(metrics).__name__)}, not a MetricRecord or None"
+    except Exception as error:  # an operator's function may raise anything, and the metrics are the clients'
+        problem = f"raised {escape_text(format_error(error))}"
+    function_name = getattr(function, "__qualname__", type(function).__qualname__)
+    log.warning("round %d has no aggregated metrics: %s = %s %s", number, name, function_name, problem)
+    return None
 
 
 def average_metrics(contents: list[RecordDict], examples_key: str) -> MetricRecord:

@@ -12,12 +12,14 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+from cryptography.fernet import Fernet, InvalidToken
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, RECORD_KEY_STATE, Key, Stage
 from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 
+from fedheal.core.errors import shorten_list
 from fedheal.core.layout import Layout
 from fedheal.flower import messages
 from fedheal.flower.messages import MASK, RoundInstructions
@@ -47,8 +49,7 @@ class SecureSumMod:
             return call_next(message, context)
         if RECORD_KEY_CONFIGS in message.content.config_records:
             check_request(message.content.config_records[RECORD_KEY_CONFIGS])
-            reply: Message = client_protocol.secaggplus_mod(message, context, add_to_sum)
-            return reply
+            return _take_stage(message, context)
         context.state.pop(WITHHELD, None)
         reply = call_next(message, context)
         return reply if reply.has_error() else self._withhold(message, reply, context)
@@ -81,6 +82,29 @@ class SecureSumMod:
         if len(local.counters):
             content[COUNTERS] = ArrayRecord({"counters": Array(local.counters.numpy())})
         return reply
+
+
+def _take_stage(message: Message, context: Context) -> Message:
+    """Answer a stage of the protocol. Raise ValueError that names the nodes whose key shares cannot be decrypted."""
+    try:
+        reply: Message = client_protocol.secaggplus_mod(message, context, add_to_sum)
+    except InvalidToken:
+        senders = _find_bad_senders(message.content.config_records[RECORD_KEY_CONFIGS], context)
+        named = shorten_list([f"node {node}" for node in senders])
+        raise ValueError(f"it cannot decrypt the key shares that {named} sent it") from None
+    return reply
+
+
+def _find_bad_senders(config: Mapping[str, Any], context: Context) -> list[int]:
+    """Return the nodes whose ciphertexts cannot be decrypted with the keys that this site shares with them."""
+    state = client_protocol.SecAggPlusState(**context.state.config_records[RECORD_KEY_STATE])
+    bad = []
+    for node, ciphertext in zip(config[Key.SOURCE_LIST], config[Key.CIPHERTEXT_LIST], strict=True):
+        try:
+            Fernet(state.ss2_dict[node]).decrypt(ciphertext)
+        except InvalidToken:
+            bad.append(node)
+    return bad
 
 
 def add_to_sum(message: Message, context: Context) -> Message:

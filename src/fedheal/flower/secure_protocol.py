@@ -22,6 +22,7 @@ from flwr.serverapp import Grid
 
 from fedheal.core.arrays import Floats
 from fedheal.federation.reply_limits import escape_text
+from fedheal.flower.node_registry import describe_error
 from fedheal.flower.secure_masks import server_protocol
 from fedheal.flower.secure_replies import ExpectedReply, count_reply_bytes
 from fedheal.flower.secure_vector import CLIP, LEVELS, MODULUS, SecureSumError
@@ -154,7 +155,9 @@ class _CheckedGrid:
         for reply in self.grid.send_and_receive(asked.values(), timeout=timeout):
             node = reply.metadata.src_node_id
             if reply.has_error() or node not in asked:
-                problems[node] = escape_text(reply.error.reason if reply.has_error() else "it was not asked")
+                problems[node] = "it was not asked"
+                if reply.has_error():
+                    problems[node] = f"its node reports an error: {describe_error(reply.error)}"
                 continue
             self.bytes_received += count_reply_bytes(reply.content)
             request = asked[node].content.config_records[RECORD_KEY_CONFIGS]

@@ -1,7 +1,8 @@
 """Check a node's reply in a stage of a secure sum, as far as the server can see what is in it.
 
 A key share is encrypted for its receiver, and one share of a secret looks like another. So the server cannot tell who
-sent a wrong ciphertext or a wrong share of the right length. Then the sum fails, and no client is named.
+sent a wrong ciphertext or a wrong share of the right length. Then the sum fails. Sites that cannot decrypt a ciphertext
+say whose it is, which the server cannot check.
 """
 
 from collections.abc import Collection

@@ -1,15 +1,24 @@
-"""The settings of a strategy, checked when it is made."""
+"""The settings of a strategy, checked when it is made, and the checks of what its start is given."""
 
 import inspect
 import logging
 from dataclasses import dataclass
 
+from flwr.app import ConfigRecord
 from torch import nn
 
 from fedheal import methods
 from fedheal.aggregate import Aggregator, reduce
 from fedheal.aggregate.fedheal_stages import TAU
-from fedheal.core.checks import check_among, check_count, check_not_negative, check_share, check_switch, check_text
+from fedheal.core.checks import (
+    check_among,
+    check_count,
+    check_not_negative,
+    check_share,
+    check_switch,
+    check_text,
+    check_type,
+)
 from fedheal.core.layout import Layout
 from fedheal.core.parameter import Parameter
 from fedheal.federation.round_server import ServerSettings
@@ -51,9 +60,9 @@ class RoundSettings(ServerSettings):
             check_count(name, getattr(self, name))
         for name in ("wait_seconds", "save_seconds"):
             check_not_negative(name, getattr(self, name))
-        for name in ("evaluate_every", "clients"):
-            if (value := getattr(self, name)) is not None:
-                Parameter(name, 1, ge=1).check(value)
+        Parameter("evaluate_every", 1, ge=1).check(self.evaluate_every)
+        if self.clients is not None:
+            Parameter("clients", 1, ge=1).check(self.clients)
 
     @property
     def clients_mask(self) -> bool:
@@ -113,18 +122,33 @@ def check_record_keys(weighted_by_key: object, arrayrecord_key: object, configre
 
 def check_metrics_function(name: str, value: object) -> None:
     """Raise ValueError unless the value is None or can be called with the replies and the key of their examples."""
+    _check_function(name, value, "the list of replies and the key of their numbers of examples")
+
+
+def check_configs(train_config: object, evaluate_config: object) -> None:
+    """Raise TypeError that names a config which is neither None nor a ConfigRecord; a dict does as well."""
+    for name, config in (("train_config", train_config), ("evaluate_config", evaluate_config)):
+        check_type(name, config, ConfigRecord | dict | None, "give a ConfigRecord such as ConfigRecord({'lr': 0.1})")
+
+
+def check_evaluate_function(value: object) -> None:
+    """Raise ValueError unless the value is None or can be called with the number of a round and the model's arrays."""
+    _check_function("evaluate_fn", value, "the number of the round and the model's ArrayRecord")
+
+
+def _check_function(name: str, value: object, arguments: str) -> None:
+    """Raise ValueError unless the value is None or can be called with two arguments."""
     if value is None:
         return
     is_usable = callable(value)
     try:
-        inspect.signature(value).bind([], "num-examples")  # type: ignore[arg-type]
+        inspect.signature(value).bind(None, None)  # type: ignore[arg-type]
     except TypeError:
         is_usable = False
     except ValueError:  # some functions written in C have no signature
         pass
     if not is_usable:
-        remedy = "give a function of two arguments, the list of replies and the key of their numbers of examples"
-        raise ValueError(f"{name} = {value!r}: {remedy}")
+        raise ValueError(f"{name} = {value!r}: give a function of two arguments, {arguments}")
 
 
 def resolve_layout(model: nn.Module | Layout | None) -> Layout | None:

@@ -1,7 +1,7 @@
 """Nodes that did not reply in time: each costs one timeout, and is asked nothing else until it answers a short query.
 
-Nobody waits for the answer. It is looked for whenever nodes are chosen. A node that answers queries and times out again, such
-as one whose training crashes, rests longer after every timeout in a row.
+Nobody waits for the answer. It is looked for whenever nodes are chosen. A node that answers queries and times out again rests
+longer after every timeout in a row, from messages of that kind: one whose training crashes may still evaluate.
 """
 
 import logging
@@ -31,7 +31,7 @@ class SilentNodes:
 
     @property
     def nodes(self) -> frozenset[int]:
-        return frozenset(self._checks)
+        return frozenset(self._checks.keys() - self._answered)
 
     def add(self, nodes: Iterable[int]) -> None:
         self._checks |= {node: 0 for node in nodes if node not in self._checks}
@@ -49,10 +49,14 @@ class SilentNodes:
                 self._timeouts.pop((node, kind), None)
             else:
                 self._timeouts[node, kind] = self._timeouts.get((node, kind), 0) + 1
-                self.add([node])
+                self._checks[node] = 0
+                self._answered.discard(node)
 
-    def list_responsive(self, grid: Grid, make_queries: MakeQueries) -> list[int]:
-        """Return the connected nodes without the silent ones. Ask the silent ones for a sign of life, ever more rarely."""
+    def list_responsive(self, grid: Grid, make_queries: MakeQueries, kind: str) -> list[int]:
+        """Return the connected nodes without those that are silent, or rest from messages of this kind.
+
+        Ask the silent ones for a sign of life, ever more rarely.
+        """
         connected = list(grid.get_node_ids())
         for node in [node for node in self._checks if node not in connected]:
             self._remove(node)  # when it is connected again, it has restarted
@@ -74,14 +78,16 @@ class SilentNodes:
                 if not (reply.has_error() and reply.error.code in NOT_FROM_NODE):
                     log.info("node %d answers again", node)
                     self._answered.add(node)
-        for node in [node for node in self._answered if self._checks[node] >= self._count_rest(node)]:
+        kinds = {other for _, other in self._timeouts}
+        for node in [node for node in self._answered if all(self._has_rested(node, other) for other in kinds)]:
             self._remove(node)
-        return [node for node in connected if node not in self._checks]
+        rested = {node for node in self._answered if self._has_rested(node, kind)}
+        return [node for node in connected if node not in self._checks or node in rested]
 
-    def _count_rest(self, node: int) -> int:
-        """Return how often a node must be looked for before it is asked again: 0, 4, 8, 16, ... after 1, 2, 3, ... timeouts."""
-        timeouts = max((count for key, count in self._timeouts.items() if key[0] == node), default=0)
-        return min(2**timeouts, MAX_REST) if timeouts > 1 else 0
+    def _has_rested(self, node: int, kind: str) -> bool:
+        """Return whether a node was looked for often enough: 0, 4, 8, 16, ... times after 1, 2, 3, 4, ... timeouts in a row."""
+        timeouts = self._timeouts.get((node, kind), 0)
+        return timeouts < 2 or self._checks[node] >= min(2**timeouts, MAX_REST)
 
     def _remove(self, node: int) -> None:
         del self._checks[node]

@@ -37,11 +37,13 @@ from fedheal.flower import messages as wire
 from fedheal.flower.masking import make_masked_mean
 from fedheal.flower.messages import SHARED, RoundInstructions, count_bytes, model_to_record, record_to_model
 from fedheal.flower.node_registry import NodeRegistry, OpenRequests, ReceivedReply, describe_lost_clients
-from fedheal.flower.reply_reader import average_metrics, read_evaluate_reply, read_train_reply
+from fedheal.flower.reply_reader import aggregate_metrics, average_metrics, read_evaluate_reply, read_train_reply
 from fedheal.flower.reply_size import ReplyLimits
 from fedheal.flower.round_log import FederationState, NodeRound, restore_federation
 from fedheal.flower.settings import (
     RoundSettings,
+    check_configs,
+    check_evaluate_function,
     check_metrics_function,
     check_record_keys,
     resolve_layout,
@@ -58,6 +60,7 @@ FLOWER = Framework("flower", {"flwr": flwr.__version__}, restore_federation, log
 TIMEOUT = 1800.0  # seconds a round waits for replies
 
 MetricsAggregation = Callable[[list[RecordDict], str], MetricRecord]
+CentralEvaluation = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class FairStrategy(Strategy):
@@ -188,7 +191,7 @@ class FairStrategy(Strategy):
         timeout: float = TIMEOUT,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        evaluate_fn: CentralEvaluation | None = None,
     ) -> Result:
         """Run rounds up to `num_rounds`, from the folder's checkpoint if it holds one.
 
@@ -208,10 +211,12 @@ class FairStrategy(Strategy):
         Raises:
             NotEnoughNodes: Too few nodes are connected and answer.
             TooManyEmptyRounds: The model stayed as it was in `max_empty_rounds` rounds in a row.
-            TypeError: The grid or the initial model is of another type.
+            TypeError, ValueError: An argument, or what `evaluate_fn` returns, cannot be used.
         """
         _check_grid(grid)
         check_type("initial_arrays", initial_arrays, ArrayRecord, "give ArrayRecord(model.state_dict())")
+        check_configs(train_config, evaluate_config)
+        check_evaluate_function(evaluate_fn)
         check_count("num_rounds", num_rounds)
         Parameter("timeout", 1.0, gt=0).check(timeout)
         self._num_rounds, self._timeout = num_rounds, timeout
@@ -221,8 +226,8 @@ class FairStrategy(Strategy):
             self.rounds.history = RoundHistory(self.rounds.history)
         self.summary()
         first = self.rounds.state.round + 1
-        if evaluate_fn and first == 1:
-            _store(result.evaluate_metrics_serverapp, 0, evaluate_fn(0, arrays))
+        if first == 1:
+            _store(result.evaluate_metrics_serverapp, 0, _evaluate(evaluate_fn, 0, arrays))
         try:
             for number in range(first, num_rounds + 1):
                 messages = self.configure_train(number, arrays, train_config or ConfigRecord(), grid)
@@ -232,8 +237,7 @@ class FairStrategy(Strategy):
                 messages = self.configure_evaluate(number, arrays, evaluate_config or ConfigRecord(), grid)
                 replies = grid.send_and_receive(messages, timeout=timeout) if messages else ()
                 _store(result.evaluate_metrics_clientapp, number, self.aggregate_evaluate(number, replies))
-                if evaluate_fn:
-                    _store(result.evaluate_metrics_serverapp, number, evaluate_fn(number, arrays))
+                _store(result.evaluate_metrics_serverapp, number, _evaluate(evaluate_fn, number, arrays))
         except BaseException:
             self._save_after_error()
             raise
@@ -263,7 +267,7 @@ class FairStrategy(Strategy):
         nodes: list[int] = []
         responsive: list[int] = []
         if fraction:
-            responsive = self._wait_for_nodes(grid, min_nodes)
+            responsive = self._wait_for_nodes(grid, min_nodes, MessageType.TRAIN)
             self.registry.name_partitions(grid, responsive)
             if self.settings.roll_call:
                 responsive = self._call_roll(grid, responsive, server_round)
@@ -312,8 +316,7 @@ class FairStrategy(Strategy):
         current.clock.end_phase("aggregate")
         accepted = set(outcome.accepted)
         contents = [r.message.content for r in received if r.problem is None and r.client in accepted]
-        metrics = self.train_metrics_aggr_fn(contents, self.requirements.examples_key) if contents else None
-        return self._sent, metrics
+        return self._sent, self._aggregate_metrics("train_metrics_aggr_fn", contents, server_round)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -326,7 +329,7 @@ class FairStrategy(Strategy):
         if not fraction or not is_due:
             return []
         try:
-            responsive = self._wait_for_nodes(grid, min_nodes)
+            responsive = self._wait_for_nodes(grid, min_nodes, MessageType.EVALUATE)
         except NotEnoughNodes as error:  # the round is trained, and a resume need not repeat it
             current.report["ended"] = str(error).partition(";")[0]
             self._end_round()
@@ -352,7 +355,10 @@ class FairStrategy(Strategy):
         self._end_round()
         clients = {evaluation.client for evaluation in evaluations}
         contents = [r.message.content for r in received if r.problem is None and r.client in clients]
-        return self.evaluate_metrics_aggr_fn(contents, self.requirements.examples_key) if contents else None
+        return self._aggregate_metrics("evaluate_metrics_aggr_fn", contents, server_round)
+
+    def _aggregate_metrics(self, name: str, contents: list[RecordDict], number: int) -> MetricRecord | None:
+        return aggregate_metrics(name, getattr(self, name), contents, self.requirements.examples_key, number)
 
     def summary(self) -> None:
         """Log the strategy's settings."""
@@ -471,17 +477,17 @@ class FairStrategy(Strategy):
         masks = {client: reply.mask for client, reply in cohort.replies.items() if reply.mask is not None}
         return replace(step, aggregator=replace(step.aggregator, reduce=make_masked_mean(masks))) if masks else step
 
-    def _wait_for_nodes(self, grid: Grid, min_nodes: int) -> list[int]:
+    def _wait_for_nodes(self, grid: Grid, min_nodes: int, kind: str) -> list[int]:
         advice = "finished rounds are saved" + ("; resume=True continues from them" if self._num_rounds else "")
         advice = "without a folder nothing is saved" if self.folder is None else advice
         needed = max(1, min_nodes, self.settings.min_available_nodes)
-        return wait_for_nodes(lambda: self._list_nodes(grid), needed, self.settings.wait_seconds, advice)
+        return wait_for_nodes(lambda: self._list_nodes(grid, kind), needed, self.settings.wait_seconds, advice)
 
-    def _list_nodes(self, grid: Grid) -> list[int]:
+    def _list_nodes(self, grid: Grid, kind: str) -> list[int]:
         def make_queries(nodes: Iterable[int]) -> list[Message]:
             return self._make_messages(nodes, {}, ConfigRecord(), self.rounds.state.round + 1, MessageType.QUERY)
 
-        return self._silent.list_responsive(grid, make_queries)
+        return self._silent.list_responsive(grid, make_queries, kind)
 
     def _make_notes(self, number: int, responsive: list[int]) -> dict[str, Any]:
         """Note a resume, and the clients that counted before and cannot be asked now."""
@@ -506,9 +512,19 @@ def _find_silent(requests: OpenRequests, received: Sequence[ReceivedReply]) -> l
 
 def _check_grid(grid: object) -> None:
     """Raise TypeError unless messages can be sent with it. It need not be Flower's class: tests and guides have their own."""
-    if not hasattr(grid, "send_and_receive"):
-        given = f"grid is a {type(grid).__name__}"
+    if isinstance(grid, type) or not hasattr(grid, "send_and_receive"):
+        given = f"grid is the class {grid.__name__}" if isinstance(grid, type) else f"grid is a {type(grid).__name__}"
         raise TypeError(f"{given}: give the one that Flower passes to the ServerApp's main(grid, context)")
+
+
+def _evaluate(evaluate_fn: CentralEvaluation | None, number: int, arrays: ArrayRecord) -> MetricRecord | None:
+    """Evaluate the model on the server. Raise TypeError if the function returns something else than metrics."""
+    if evaluate_fn is None:
+        return None
+    metrics = evaluate_fn(number, arrays)
+    name = f"what evaluate_fn = {getattr(evaluate_fn, '__qualname__', type(evaluate_fn).__qualname__)} returned"
+    check_type(name, metrics, MetricRecord | None, "return a MetricRecord or None")
+    return metrics
 
 
 def _store(metrics_by_round: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> None:
