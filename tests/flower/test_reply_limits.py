@@ -474,6 +474,24 @@ def test_a_number_of_examples_far_above_the_others_is_warned_of_and_left_out_if_
     assert torch.equal(bounded.state.model.params, run_without_reply("fedavg")[0])
 
 
+def test_an_evaluation_on_far_more_examples_than_the_others_is_warned_of(caplog):
+    sites = Sites(method="fedavg", rounds=2)
+    strategy = sites.strategy()
+
+    def spoil(node: int, reply: Message) -> list[Message]:
+        if reply.metadata.message_type == "evaluate" and node == BAD and strategy.rounds.current.number == 2:
+            return set_metric("num-examples", 1e8)(reply)
+        return [reply]
+
+    strategy.start(sites.grid(spoil), sites.initial, num_rounds=2)
+    first, second = strategy.history
+    name = sites.names[BAD - 100]
+    assert "far_evaluations" not in first.report
+    assert second.report["far_evaluations"] == {name: "1e+08 examples, far above the median of this round"}
+    assert f"round 2: '{name}' evaluated on 1e+08 examples, far above the median" in caplog.text
+    assert set(second.clients) == set(sites.names)  # it counts
+
+
 def test_a_huge_running_mean_does_not_end_a_run_with_total_variance():
     """The law of total variance squares the means, and the sum would overflow float32."""
     method = "fedavg+total-variance"

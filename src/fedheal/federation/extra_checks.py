@@ -128,12 +128,22 @@ def find_far_extras(
     sent = {client: _measure_messages(reply.messages) for client, reply in replies.items()}
     far = {client: f"buffers with {why}" for client, why in find_far_norms(moved, EXTRA_FACTOR).items()}
     far |= {client: f"messages with {why}" for client, why in find_far_norms(sent, EXTRA_FACTOR).items()}
-    examples = {client: float(reply.num_examples) for client, reply in replies.items()}
-    for client in find_far_norms(examples, EXTRA_FACTOR):
-        far[client] = f"{examples[client]:g} examples, far above the median of this round"
+    far |= find_far_examples({client: float(reply.num_examples) for client, reply in replies.items()})
     for name in sorted(set(needs) - COUNTS):
         far |= find_far_metrics(name, {c: reply.metrics[name] for c, reply in replies.items() if name in reply.metrics})
     return far
+
+
+def find_far_examples(examples: Mapping[str, float]) -> dict[str, str]:
+    """Return the clients whose number of examples is far above the cohort's median, with the reason.
+
+    >>> find_far_examples({"a": 100.0, "b": 300.0, "c": 1e9})
+    {'c': '1e+09 examples, far above the median of this round'}
+    """
+    return {
+        client: f"{examples[client]:g} examples, far above the median of this round"
+        for client in find_far_norms(examples, EXTRA_FACTOR)
+    }
 
 
 def find_far_metrics(name: str, values: Mapping[str, float]) -> dict[str, str]:

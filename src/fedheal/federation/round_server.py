@@ -18,6 +18,7 @@ from fedheal.core.layout import Layout, Packed
 from fedheal.core.parameter import Parameter
 from fedheal.core.state import RunState, TermState
 from fedheal.federation.cohort import Cohort, CohortBuilder, Sender
+from fedheal.federation.extra_checks import find_far_examples
 from fedheal.federation.message_checks import SeenMessages
 from fedheal.federation.node_sampling import TooManyEmptyRounds
 from fedheal.federation.open_round import OpenRound
@@ -224,6 +225,10 @@ class RoundServer(Generic[K, R, O]):
             self.log.warning("round %d: no evaluation from %s", self.current.number, ", ".join(missing))
         if problems or missing:
             self.current.report["not_evaluated"] = {**dict.fromkeys(missing, NO_REPLY), **problems}
+        if far := find_far_examples({e.client: float(e.num_examples) for e in evaluations}):
+            self.current.report["far_evaluations"] = far
+        for client, why in far.items():
+            self.log.warning("round %d: '%s' evaluated on %s; ask it why", self.current.number, client, why)
         self.current.clock.end_phase("evaluate")
 
     def end_round(self, is_due: bool = False) -> None:
