@@ -227,7 +227,8 @@ def test_folders_too_deep_to_be_classes(tmp_path: Path) -> None:
 def test_a_domain_of_which_nothing_can_be_read(root: Path, cache_folder: Path) -> None:
     for path in (root / "photos").rglob("*.jpg"):
         path.write_bytes(b"no")
-    with pytest.raises(ValueError, match="'photos' has 0 training and 0 test images"):
+    said = "'photos' has 0 training and 0 test images that can be read, and needs both; 20 files cannot be "
+    with pytest.raises(ValueError, match=rf"{said}\(.*\): replace the broken files$"):
         load(root)
     assert list(cache_folder.iterdir()) == []
 

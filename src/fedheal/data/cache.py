@@ -29,6 +29,7 @@ import torch
 from pydantic import BaseModel
 
 from fedheal.core.atomic_files import sync_path
+from fedheal.core.errors import format_count
 from fedheal.data.domains import Domain, Domains, Excerpt, Split, fingerprint
 from fedheal.data.readers import images
 from fedheal.data.splits import Labels, RawDomain, RawSplit, explain_empty_split
@@ -157,8 +158,11 @@ def _write_domain(folder: Path, number: int, raw: RawDomain, size: int) -> Cache
         dropped[part] = list(errors)
         unreadable += errors.values()
     if not counts["train"] or not counts["test"]:
-        reason = f" ({unreadable[0]})" if unreadable else ""
-        raise ValueError(explain_empty_split(raw.name, counts["train"], counts["test"]) + reason)
+        if unreadable:
+            found = f"{counts['train']} training and {counts['test']} test images that can be read, and needs both"
+            broken = f"{format_count(len(unreadable), 'file')} cannot be ({unreadable[0]})"
+            raise ValueError(f"domain '{raw.name}' has {found}; {broken}: replace the broken files")
+        raise ValueError(explain_empty_split(raw.name, counts["train"], counts["test"]))
     whole = 0
     if raw.excerpt is not None:
         if unreadable:
