@@ -357,6 +357,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"lr_schedule": "step"}, ["lr_schedule", "step", "lr_decay_every"]),
     ({"lr_decay": 0.5}, ["lr_decay", "0.5", "lr_schedule", "constant"]),
     ({"lr": 1e300}, ["lr", "1e+300", "at most"]),
+    ({"server_lr": 1e38}, ["server_lr = 1e+38", "at most 1e+30"]),
     ({"weight_decay": 1e16}, ["weight_decay", "1e+16", "at most"]),
     ({"method": "fedprox", "mu": 1e300}, ["mu", "1e+300", "at most 1e+30"]),
     ({"tau": float("nan")}, ["tau = nan", "from 0 to 1"]),

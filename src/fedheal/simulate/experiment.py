@@ -98,10 +98,10 @@ class Experiment(BaseModel):
     weight_decay: float = Field(1e-5, ge=0, le=1e6)  # AdamW multiplies it by lr, and torch raises beyond float32
     augment: Literal["none", "crop", "flip", "crop-flip"] = "none"
     server_optimizer: Literal["sgd", "adam", "yogi", "adagrad"] = "sgd"
-    server_lr: float = Field(1.0, gt=0)
+    server_lr: float = Field(1.0, gt=0, le=LARGEST)
     server_momentum: float = Field(0.0, ge=0, lt=1)
     server_beta2: float = Field(BETA2.default, ge=0, lt=1)  # of adam and yogi
-    server_eps: float = Field(EPS.default, gt=0)  # of adam, yogi and adagrad
+    server_eps: float = Field(EPS.default, gt=0, le=LARGEST)  # of adam, yogi and adagrad
     evaluate: Literal["all", "unseen"] = "all"  # unseen: each domain with a model that was trained without it
     eval_every: int = Field(1, ge=1)
     on_bad_update: Literal["raise", "skip"] = "raise"
