@@ -15,6 +15,7 @@ from flwr.app import Array, ConfigRecord, Error, Message
 from flwr.clientapp import ClientApp
 
 from fedheal.flower import FairStrategy, NotEnoughNodes, TooManyEmptyRounds
+from fedheal.flower.silent_nodes import SilentNodes
 from fedheal.runs import folder as records
 from flower.local_grid import LocalGrid
 from flower.sites import Sites
@@ -153,6 +154,18 @@ def test_a_node_that_answers_queries_and_never_trains_is_asked_ever_more_rarely(
     trained = [record.round for record in history if name in record.weights]
     assert 30 <= trained[0] < 41  # then it trains again, in every round
     assert trained == list(range(trained[0], 41))
+
+
+def test_nodes_that_are_gone_are_forgotten():
+    silent, grid = SilentNodes(), LocalGrid(ClientApp(), {100: {}, 101: {}})
+    silent.record_replies([100, 101], [], "train")
+    answers = [silent.list_responsive(grid, lambda nodes: [], "train") for _ in range(2)]
+    assert answers == [[], []]
+    silent._answered.add(101)
+    assert silent.list_responsive(grid, lambda nodes: [], "train") == [101]
+    grid.contexts.clear()
+    assert silent.list_responsive(grid, lambda nodes: [], "train") == []
+    assert (silent._checks, silent._timeouts, silent.nodes) == ({}, {}, frozenset())
 
 
 def test_a_node_that_connects_again_is_asked_at_once():

@@ -58,9 +58,11 @@ class SilentNodes:
         Ask the silent ones for a sign of life, ever more rarely.
         """
         connected = list(grid.get_node_ids())
-        for node in [node for node in self._checks if node not in connected]:
-            self._remove(node)  # when it is connected again, it has restarted
-            self._timeouts = {key: count for key, count in self._timeouts.items() if key[0] != node}
+        known = frozenset(connected)
+        # A node that is gone has restarted when it is connected again.
+        self._timeouts = {key: count for key, count in self._timeouts.items() if key[0] in known}
+        for node in self._checks.keys() - known:
+            self._remove(node)
         if not self._checks:
             return connected
         waiting = {node: checks for node, checks in self._checks.items() if node not in self._answered}
