@@ -25,6 +25,8 @@ from fedheal.campaign.sweep import (
     search_with_optuna,
 )
 from fedheal.simulate.build import build_federation, load_domains
+from fedheal.simulate.round import Diverged
+from fedheal.simulate.runner import run
 from tiny_data import QUICK
 
 
@@ -211,14 +213,19 @@ def test_a_point_that_diverges_is_the_worst_and_the_search_goes_on(tmp_path, nam
         assert search_grid(search, run) == trials  # a rerun
 
 
-def test_a_point_diverges_if_one_of_its_seeds_does(tmp_path):
+def test_a_point_diverges_if_one_of_its_seeds_does(tmp_path, monkeypatch, caplog):
     search = Search({"lr": [0.05, 0.1]}, QUICK | {"rounds": 1, "method": "fedavg"}, [0, 1], tmp_path)
 
-    def run_first_seed(jobs):
-        run_jobs([job for job in jobs if job.experiment.seed == 0])
+    def run_or_diverge(experiment, *args, **keys):
+        if (experiment.seed, experiment.lr) == (1, 0.05):
+            raise Diverged("client 'a': its update holds NaN")
+        return run(experiment, *args, **keys)
 
-    (trial,) = search.evaluate([{"lr": 0.05}], run_first_seed)
-    assert trial.validation is None
+    monkeypatch.setattr("fedheal.campaign.jobs.run", run_or_diverge)
+    first, second = search.evaluate([{"lr": 0.05}, {"lr": 0.1}], run_jobs)
+    assert first.validation is None
+    assert second.validation is not None
+    assert "lr=0.05-seed1: client 'a': its update holds NaN" in caplog.text  # the table says "diverged" only
 
 
 def test_only_training_that_diverges_is_passed_over(tmp_path):

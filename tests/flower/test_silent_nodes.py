@@ -6,6 +6,7 @@ import logging
 import math
 import re
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from flwr.app import Array, ConfigRecord, Error, Message
 from flwr.clientapp import ClientApp
 
 from fedheal.flower import FairStrategy, NotEnoughNodes, TooManyEmptyRounds
-from fedheal.flower.silent_nodes import SilentNodes
+from fedheal.flower.silent_nodes import SUM, SilentNodes
 from fedheal.runs import folder as records
 from flower.local_grid import LocalGrid
 from flower.sites import Sites
@@ -146,26 +147,52 @@ def test_a_node_that_answers_queries_and_never_trains_is_asked_ever_more_rarely(
 
     clock.grid.spoil = crash
     history = clock.run().history
-    assert timeouts[:2] == [1, 2]  # one timeout may be bad luck: it is asked again at once
-    assert len(timeouts) <= 6
-    gaps = np.diff(timeouts).tolist()
-    assert gaps == sorted(gaps)
+    assert timeouts == [1, 2, 5, 10, 19]  # one timeout may be bad luck; then it rests for 2, 4, 8 and 16 rounds
     name = clock.sites.names[DEAD - 100]
     trained = [record.round for record in history if name in record.weights]
-    assert 30 <= trained[0] < 41  # then it trains again, in every round
-    assert trained == list(range(trained[0], 41))
+    assert trained == [36, 37, 38, 39, 40]  # then it trains again
+
+
+def test_a_node_that_is_late_for_every_roll_call_is_asked_ever_more_rarely():
+    clock, roll_calls = NodeOutages(20, {}, fraction_evaluate=0.0, roll_call=True), []
+
+    def delay(node: int, reply: Message) -> list[Message]:
+        if node == DEAD and reply.metadata.message_type == "query":
+            roll_calls.append(node)
+            return []  # it answers the queries that nobody waits for
+        return [reply]
+
+    clock.grid.spoil = delay
+    clock.run()
+    assert len(roll_calls) == 5  # in the rounds 1, 2, 5, 10 and 19
+
+
+def test_a_node_rests_by_the_kind_of_message_that_it_times_out_on():
+    silent = SilentNodes()
+    for number in (1, 2):
+        silent.record_replies([100, 101], [100], "train", number)
+        silent.record_replies([100, 101], [100, 101], "evaluate", number)
+    present = partial(silent.leave_out_resting, [100, 101], needed=1)
+    assert [present("train", number) for number in (3, 4, 5)] == [[100], [100], [100, 101]]
+    assert present("evaluate", 3) == [100, 101]
+    silent.record_replies([101], [], SUM, 5)
+    silent.record_replies([101], [], SUM, 6)
+    assert present("train", 7) == [100]  # as it stalls what follows the training
+    assert silent.leave_out_resting([100, 101], "train", 7, needed=2) == [100, 101]  # better than to end the run
+    silent.record_replies([101], [101], SUM, 9)
+    silent.record_replies([101], [], SUM, 10)
+    assert present("train", 11) == [100, 101]  # a reply starts the count again
 
 
 def test_nodes_that_are_gone_are_forgotten():
     silent, grid = SilentNodes(), LocalGrid(ClientApp(), {100: {}, 101: {}})
-    silent.record_replies([100, 101], [], "train")
-    answers = [silent.list_responsive(grid, lambda nodes: [], "train") for _ in range(2)]
-    assert answers == [[], []]
-    silent._answered.add(101)
-    assert silent.list_responsive(grid, lambda nodes: [], "train") == [101]
+    for number in (1, 2):
+        silent.record_replies([100, 101], [], "train", number)
+    assert silent.list_responsive(grid, lambda nodes: []) == []
     grid.contexts.clear()
-    assert silent.list_responsive(grid, lambda nodes: [], "train") == []
-    assert (silent._checks, silent._timeouts, silent.nodes) == ({}, {}, frozenset())
+    assert silent.list_responsive(grid, lambda nodes: []) == []
+    assert silent.nodes == frozenset()
+    assert silent.leave_out_resting([100, 101], "train", 3, needed=0) == [100, 101]  # connected again
 
 
 def test_a_node_that_connects_again_is_asked_at_once():

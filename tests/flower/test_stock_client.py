@@ -249,7 +249,7 @@ def test_a_run_in_which_no_update_counted_says_so(num_rounds, caplog):
     rounds = ("1 round", "2 rounds")[num_rounds - 1]
     remedy = "put it into the reply's MetricRecord, or set weighted_by_key to the name that the clients send"
     reason = f"the most frequent reason: it sends no metric 'num_examples' that is a number: {remedy}"
-    assert f"no update counted in {rounds}, so the model is the initial one; {reason}" in caplog.text
+    assert f"no update counted in {rounds}, so training did not change the model; {reason}" in caplog.text
 
 
 def test_a_run_in_which_one_update_counted_or_nobody_trains_has_no_such_warning(caplog):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from fedheal.simulate.callbacks import Callback
 from fedheal.simulate.experiment import Experiment
 from fedheal.simulate.round import Diverged
 from fedheal.simulate.runner import check_folder_owner, run
+
+log = logging.getLogger("fedheal")
 
 
 @dataclass(frozen=True)
@@ -51,17 +54,20 @@ class Job:
 def run_job(job: Job) -> None:
     """Run or resume a job in this process, without a progress display."""
     callbacks = [] if job.track is None else [job.make_tracker()]
-    run(job.experiment, job.folder, resume=True, callbacks=callbacks, progress=False)
-    release_gpu_memory()  # other processes may share the GPU
+    try:
+        run(job.experiment, job.folder, resume=True, callbacks=callbacks, progress=False)
+    finally:
+        release_gpu_memory()  # other processes may share the GPU
 
 
 @contextmanager
-def name_failed_job(job: Job) -> Iterator[None]:
-    """Add the run's folder to an error. Suppress the error of training that diverges if it may."""
+def handle_failed_job(job: Job) -> Iterator[None]:
+    """Add the run's folder to an error. Log the error of training that diverges if it may, and go on."""
     try:
         yield
     except Exception as error:
         if isinstance(error, Diverged) and job.may_diverge:
+            log.warning("%s: %s", job.folder.name, error)
             return
         error.add_note(f"in the run {job.folder}")
         raise

@@ -18,7 +18,7 @@ from multiprocessing import get_context
 
 from fedheal.campaign import placement
 from fedheal.campaign.checks import check_jobs, check_trackers
-from fedheal.campaign.jobs import Job, name_failed_job, run_job
+from fedheal.campaign.jobs import Job, handle_failed_job, run_job
 from fedheal.campaign.placement import VISIBLE_DEVICES, DeviceSlots, least_loaded, plan_slots
 from fedheal.campaign.ray import run_on_ray
 from fedheal.core.checks import check_main_guard
@@ -81,7 +81,7 @@ def _run_here(jobs: Sequence[Job], processes: int) -> Iterator[Job]:
             yield from _run_in_pools(group, places)
             continue
         for job in group:  # in this process, which compiles its kernels once for all of them
-            with name_failed_job(job):
+            with handle_failed_job(job):
                 run_job(job)
             yield job
 
@@ -98,7 +98,7 @@ def _run_in_pools(jobs: Sequence[Job], places: Sequence[DeviceSlots]) -> Iterato
                     running[pools[place].submit(_run_in_worker, job)] = job, place
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 job, _ = running.pop(future)
-                with explain_broken_pool(), name_failed_job(job):
+                with explain_broken_pool(), handle_failed_job(job):
                     future.result()
                 yield job
     except BaseException:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fedheal.campaign.gpu_estimate import is_small_run
-from fedheal.campaign.jobs import Job, name_failed_job, run_job
+from fedheal.campaign.jobs import Job, handle_failed_job, run_job
 from fedheal.campaign.placement import MAX_RUNS_PER_GPU
 from fedheal.engine.ray_cluster import connect_to_cluster
 from fedheal.runs.folder import write_bytes
@@ -26,7 +26,7 @@ def run_on_ray(jobs: Sequence[Job], address: str) -> Iterator[Job]:
         waiting = list(tasks)
         while waiting:
             (task,), waiting = ray.wait(waiting, num_returns=1)
-            with name_failed_job(tasks[task]):
+            with handle_failed_job(tasks[task]):
                 _write_folder(_get_files(task), tasks[task].folder)
             yield tasks[task]
 

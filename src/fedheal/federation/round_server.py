@@ -301,9 +301,9 @@ def _explain_unused_updates(history: Iterable[RoundRecord]) -> str | None:
         reasons.update([str(record.report["unmoved"])] if "unmoved" in record.report else [])
     if not num_rounds:
         return None
-    model = f"no update counted in {format_count(num_rounds, 'round')}, so the model is the initial one"
+    unused = f"no update counted in {format_count(num_rounds, 'round')}, so training did not change the model"
     most_frequent = max(reasons, key=reasons.__getitem__, default="every weight was 0")
-    return f"{model}; the most frequent reason: {most_frequent}"
+    return f"{unused}; the most frequent reason: {most_frequent}"
 
 
 def _explain_no_accuracy(history: Iterable[RoundRecord]) -> str:

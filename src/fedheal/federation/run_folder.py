@@ -58,7 +58,7 @@ def check_folder_settings(folder: object, resume: bool) -> None:
         raise ValueError(f"folder = {folder!r}: use a path such as 'runs/hospitals', or leave it out")
     try:
         if folder is not None:
-            Path(str(folder)).expanduser().exists()
+            Path(folder).expanduser().exists()  # type: ignore[arg-type]
     except (OSError, RuntimeError) as error:  # a name that is too long, or a home that nobody has
         shown = f"folder = {str(folder)[:80]!r}{'...' * (len(str(folder)) > 80)}"
         reason = error.strerror if isinstance(error, OSError) else error

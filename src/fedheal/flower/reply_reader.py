@@ -134,6 +134,7 @@ def aggregate_metrics(
         problem = f"returned {add_article(type(metrics).__name__)}, not a MetricRecord or None"
     except Exception as error:  # an operator's function may raise anything, and the metrics are the clients'
         problem = f"raised {escape_text(format_error(error))}"
+        log.debug("%s of round %d raised:", name, number, exc_info=error)
     function_name = getattr(function, "__qualname__", type(function).__qualname__)
     log.warning("round %d has no aggregated metrics: %s = %s %s", number, name, function_name, problem)
     return None

@@ -51,6 +51,7 @@ from fedheal.flower.secure_vector import (
     choose_range,
     find_extreme_weights,
 )
+from fedheal.flower.silent_nodes import SUM
 from fedheal.flower.strategy import FairStrategy
 from fedheal.methods import Method
 from fedheal.methods.server_step import ServerStep
@@ -151,7 +152,8 @@ class SecureStrategy(FairStrategy):
             current.bytes_sent += outcome.bytes_sent
         except SecureSumError as error:
             failure, dropped = f"the secure sum failed: {error}", error.dropped
-        self._silent.add(node for node, why in dropped.items() if why.endswith(NO_REPLY))
+        stalled = {node for node, why in dropped.items() if why.endswith(NO_REPLY)}
+        self._silent.record_replies(clients, clients.keys() - stalled, SUM, current.number)
         reasons = {clients[node]: f"it dropped out of the secure sum {why}" for node, why in dropped.items()}
         cohort = leave_out(cohort, reasons)
         return cohort.skip_all(failure) if failure else cohort

@@ -1,13 +1,13 @@
 """Nodes that did not reply in time: each costs one timeout, and is asked nothing else until it answers a short query.
 
-Nobody waits for the answer. It is looked for whenever nodes are chosen. A node that answers queries and times out again rests
-longer after every timeout in a row, from messages of that kind: one whose training crashes may still evaluate.
+Nobody waits for the answer. It is looked for whenever nodes are chosen. A node that answers and times out again, such as one
+whose training crashes, rests for more rounds after every timeout in a row.
 """
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from flwr.app import Message
+from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 log = logging.getLogger("flwr.fedheal")
@@ -15,7 +15,13 @@ log = logging.getLogger("flwr.fedheal")
 # Errors that the SuperLink reports in the place of a node: message, reply or node unavailable.
 NOT_FROM_NODE = (3, 4, 5)
 
-MAX_REST = 64  # looks for a node, of which a round has one for training and one for evaluation
+MAX_REST = 32  # rounds
+SUM = "sum"  # stands for the messages of a secure sum
+# A node rests from training if it times out in training, or in what comes before or after it in a round.
+RELATED = {
+    MessageType.TRAIN: (MessageType.TRAIN, MessageType.QUERY, SUM),
+    MessageType.EVALUATE: (MessageType.EVALUATE,),
+}
 
 MakeQueries = Callable[[Iterable[int]], Sequence[Message]]
 
@@ -26,47 +32,52 @@ class SilentNodes:
     def __init__(self) -> None:
         self._checks: dict[int, int] = {}  # node -> how often it was looked for since it fell silent
         self._queries: dict[str, int] = {}  # id of an open query -> node
-        self._answered: set[int] = set()  # silent nodes that have answered, and rest
         self._timeouts: dict[tuple[int, str], int] = {}  # node and kind of message -> timeouts in a row
+        self._last_rests: dict[tuple[int, str], int] = {}  # likewise -> the last round in which it rests
 
     @property
     def nodes(self) -> frozenset[int]:
-        return frozenset(self._checks.keys() - self._answered)
+        return frozenset(self._checks)
 
-    def add(self, nodes: Iterable[int]) -> None:
-        self._checks |= {node: 0 for node in nodes if node not in self._checks}
-
-    def record_replies(self, asked: Iterable[int], replied: Collection[int], kind: str) -> None:
-        """Count the timeouts in a row of the nodes that were asked, and add those that did not reply.
+    def record_replies(self, asked: Iterable[int], replied: Collection[int], kind: str, number: int) -> None:
+        """Note which nodes are silent from now on, and how long they rest when they answer.
 
         Args:
             asked: The nodes that messages of this kind went to.
             replied: Those of them that replied in time.
             kind: The type of the messages: a node may evaluate, and never train.
+            number: The round.
         """
         for node in asked:
+            key = node, kind
             if node in replied:
-                self._timeouts.pop((node, kind), None)
-            else:
-                self._timeouts[node, kind] = self._timeouts.get((node, kind), 0) + 1
-                self._checks[node] = 0
-                self._answered.discard(node)
+                self._timeouts.pop(key, None)
+                continue
+            self._checks.setdefault(node, 0)
+            self._timeouts[key] = count = self._timeouts.get(key, 0) + 1
+            rest = min(2 ** (count - 1), MAX_REST) if count > 1 else 0  # one timeout may be bad luck
+            self._last_rests[key] = number + rest
+            if rest:
+                log.warning("node %d has timed out %d times in a row, and rests for %d rounds", node, count, rest)
 
-    def list_responsive(self, grid: Grid, make_queries: MakeQueries, kind: str) -> list[int]:
-        """Return the connected nodes without those that are silent, or rest from messages of this kind.
+    def leave_out_resting(self, nodes: Sequence[int], kind: str, number: int, needed: int) -> list[int]:
+        """Return the nodes that do not rest from messages of this kind; all of them if fewer than needed are left."""
+        rested = [n for n in nodes if all(self._last_rests.get((n, k), 0) < number for k in RELATED[kind])]
+        return rested if len(rested) >= needed else list(nodes)
 
-        Ask the silent ones for a sign of life, ever more rarely.
-        """
+    def list_responsive(self, grid: Grid, make_queries: MakeQueries) -> list[int]:
+        """Return the connected nodes without the silent ones. Ask the silent ones for a sign of life, ever more rarely."""
         connected = list(grid.get_node_ids())
         known = frozenset(connected)
-        # A node that is gone has restarted when it is connected again.
-        self._timeouts = {key: count for key, count in self._timeouts.items() if key[0] in known}
         for node in self._checks.keys() - known:
-            self._remove(node)
+            self._remove(node)  # when it is connected again, it has restarted
+        self._timeouts, self._last_rests = (
+            {key: count for key, count in counts.items() if key[0] in known}
+            for counts in (self._timeouts, self._last_rests)
+        )
         if not self._checks:
             return connected
-        waiting = {node: checks for node, checks in self._checks.items() if node not in self._answered}
-        due = [node for node, checks in waiting.items() if checks & (checks - 1) == 0]  # 0, 1, 2, 4, 8, ...
+        due = [node for node, checks in self._checks.items() if checks & (checks - 1) == 0]  # 0, 1, 2, 4, 8, ...
         self._checks = {node: checks + 1 for node, checks in self._checks.items()}
         if due:
             # A query may be lost with the node that took it: the earlier ones stay open beside it.
@@ -79,19 +90,9 @@ class SilentNodes:
                 node = self._queries.pop(query)
                 if not (reply.has_error() and reply.error.code in NOT_FROM_NODE):
                     log.info("node %d answers again", node)
-                    self._answered.add(node)
-        kinds = {other for _, other in self._timeouts}
-        for node in [node for node in self._answered if all(self._has_rested(node, other) for other in kinds)]:
-            self._remove(node)
-        rested = {node for node in self._answered if self._has_rested(node, kind)}
-        return [node for node in connected if node not in self._checks or node in rested]
-
-    def _has_rested(self, node: int, kind: str) -> bool:
-        """Return whether a node was looked for often enough: 0, 4, 8, 16, ... times after 1, 2, 3, 4, ... timeouts in a row."""
-        timeouts = self._timeouts.get((node, kind), 0)
-        return timeouts < 2 or self._checks[node] >= min(2**timeouts, MAX_REST)
+                    self._remove(node)
+        return [node for node in connected if node not in self._checks]
 
     def _remove(self, node: int) -> None:
         del self._checks[node]
-        self._answered.discard(node)
         self._queries = {query: other for query, other in self._queries.items() if other != node}

@@ -267,7 +267,7 @@ class FairStrategy(Strategy):
         nodes: list[int] = []
         responsive: list[int] = []
         if fraction:
-            responsive = self._wait_for_nodes(grid, min_nodes, MessageType.TRAIN)
+            responsive = self._wait_for_nodes(grid, min_nodes, MessageType.TRAIN, server_round)
             self.registry.name_partitions(grid, responsive)
             if self.settings.roll_call:
                 responsive = self._call_roll(grid, responsive, server_round)
@@ -329,7 +329,7 @@ class FairStrategy(Strategy):
         if not fraction or not is_due:
             return []
         try:
-            responsive = self._wait_for_nodes(grid, min_nodes, MessageType.EVALUATE)
+            responsive = self._wait_for_nodes(grid, min_nodes, MessageType.EVALUATE, server_round)
         except NotEnoughNodes as error:  # the round is trained, and a resume need not repeat it
             current.report["ended"] = str(error).partition(";")[0]
             self._end_round()
@@ -367,7 +367,8 @@ class FairStrategy(Strategy):
         nodes += f" (waiting up to {settings.wait_seconds:g} s), at least {settings.min_replies} usable replies"
         log.info("%s with %.0f %% of the nodes a round: %s", self.name, 100 * settings.fraction_train, nodes)
         log.info(
-            "a round waits up to timeout = %g s for replies; a late node is not asked again until it answers a query",
+            "a round waits up to timeout = %g s for replies; a late node is not asked again until it answers a query,"
+            " and rests if it is late again",
             self._timeout,
         )
         if self.folder is not None:
@@ -458,7 +459,7 @@ class FairStrategy(Strategy):
         received = self.registry.identify_replies(replies, number, requests, domains, connected - self._silent.nodes)
         self.registry.remember([r for r in received if r.is_named or not is_roll_call], connected)
         kind = requests.metadata[0].message_type if requests.metadata else ""
-        self._silent.record_replies(requests.nodes, {reply.node for reply in received}, kind)
+        self._silent.record_replies(requests.nodes, {reply.node for reply in received}, kind, number)
         return received
 
     def _build_cohort(self, valid: list[ReceivedReply], current: NodeRound) -> Cohort:
@@ -477,17 +478,18 @@ class FairStrategy(Strategy):
         masks = {client: reply.mask for client, reply in cohort.replies.items() if reply.mask is not None}
         return replace(step, aggregator=replace(step.aggregator, reduce=make_masked_mean(masks))) if masks else step
 
-    def _wait_for_nodes(self, grid: Grid, min_nodes: int, kind: str) -> list[int]:
+    def _wait_for_nodes(self, grid: Grid, min_nodes: int, kind: str, number: int) -> list[int]:
         advice = "finished rounds are saved" + ("; resume=True continues from them" if self._num_rounds else "")
         advice = "without a folder nothing is saved" if self.folder is None else advice
         needed = max(1, min_nodes, self.settings.min_available_nodes)
-        return wait_for_nodes(lambda: self._list_nodes(grid, kind), needed, self.settings.wait_seconds, advice)
+        nodes = wait_for_nodes(lambda: self._list_nodes(grid), needed, self.settings.wait_seconds, advice)
+        return self._silent.leave_out_resting(nodes, kind, number, needed)
 
-    def _list_nodes(self, grid: Grid, kind: str) -> list[int]:
+    def _list_nodes(self, grid: Grid) -> list[int]:
         def make_queries(nodes: Iterable[int]) -> list[Message]:
             return self._make_messages(nodes, {}, ConfigRecord(), self.rounds.state.round + 1, MessageType.QUERY)
 
-        return self._silent.list_responsive(grid, make_queries, kind)
+        return self._silent.list_responsive(grid, make_queries)
 
     def _make_notes(self, number: int, responsive: list[int]) -> dict[str, Any]:
         """Note a resume, and the clients that counted before and cannot be asked now."""

@@ -164,9 +164,10 @@ def list_seed_cautions(rows: Sequence[Row]) -> list[str]:
     seeds = list_seeds(rows)
     if len({frozenset(found) for found in seeds.values()}) <= 1:
         return []
-    counts = shorten_list([f"{method} has {len(found)}" for method, found in seeds.items()], MAX_LISTED)
+    listed = shorten_list([f"{method} has {len(found)}" for method, found in seeds.items()], MAX_LISTED)
+    counts = f" ({listed})" if len({len(found) for found in seeds.values()}) > 1 else ""
     tests = "" if share_levels(rows) else "; tests use the seeds that both have"
-    return [f"Methods have different seeds ({counts}), so their means are not comparable{tests}."]
+    return [f"Methods have different seeds{counts}, so their means are not comparable{tests}."]
 
 
 def annotate_rows(rows: Sequence[Row], reference: str) -> list[list[str]]:

@@ -100,7 +100,7 @@ def _explain_bad_updates(reasons: Mapping[str, str], replied: int) -> ValueError
     client, why = next(iter(reasons.items()))
     more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
     problem = f"client '{client}': {why}{more}"
-    has_diverged = any(map(is_divergence, reasons.values()))
+    has_diverged = all(map(is_divergence, reasons.values()))
     if has_diverged and len(reasons) == replied:  # to leave out all of them would be of no use
         return Diverged(f"training has diverged for every client of the round: {problem}; use a smaller lr")
     return (Diverged if has_diverged else ValueError)(f"{problem}; on_bad_update=skip leaves such clients out")
