@@ -474,6 +474,22 @@ def test_a_number_of_examples_far_above_the_others_is_warned_of_and_left_out_if_
     assert torch.equal(bounded.state.model.params, run_without_reply("fedavg")[0])
 
 
+@pytest.mark.parametrize("max_norm", [None, "auto"])
+def test_a_message_within_the_wide_limits_counts_without_a_word(max_norm):
+    """docs/flower.md says so: a message of SCAFFOLD times -30 is neither stopped nor named."""
+
+    def lie(reply: Message) -> list[Message]:
+        change = reply.content["fedheal.messages"]["0.change"].numpy()
+        reply.content["fedheal.messages"]["0.change"] = Array(-30 * change)
+        return [reply]
+
+    strategy, name = run_with_bad_replies(lie, "scaffold", max_norm=max_norm)
+    report = strategy.history[1].report
+    assert name in strategy.history[1].weights
+    assert "far_norms" not in report
+    assert report["skipped"] == {}
+
+
 def test_an_evaluation_on_far_more_examples_than_the_others_is_warned_of(caplog):
     sites = Sites(method="fedavg", rounds=2)
     strategy = sites.strategy()

@@ -1,7 +1,7 @@
 """Nodes that did not reply in time: each costs one timeout, and is asked nothing else until it answers a short query.
 
 Nobody waits for the answer. It is looked for whenever nodes are chosen. A node that answers and times out again, such as one
-whose training crashes, rests for more rounds after every timeout in a row.
+whose training crashes, rests for more rounds after every timeout in a row (exponential back-off).
 """
 
 import logging
