@@ -22,7 +22,7 @@ from fedheal.aggregate.validate import (
 )
 from fedheal.core.arrays import Floats, Integers, as_tensor, normalise_weights
 from fedheal.core.checks import check_type
-from fedheal.core.errors import CustomPartError, add_article, check_returned, name_if_custom, name_part
+from fedheal.core.errors import CustomPartError, add_article, check_returned, name_callable, name_if_custom, name_part
 from fedheal.core.layout import Layout, Packed, Sizes
 from fedheal.core.parameter import Parameter
 from fedheal.core.state import State, expect
@@ -109,8 +109,11 @@ class Aggregator:
         Parameter("min_updates", 1, ge=1).check(self.min_updates)
 
     def __repr__(self) -> str:
-        name = getattr(self.reduce, "__qualname__", type(self.reduce).__qualname__)
-        values = {"reduce": name, "on_bad_update": repr(self.on_bad_update), "kernel": repr(self.kernel)}
+        values = {
+            "reduce": name_callable(self.reduce),
+            "on_bad_update": repr(self.on_bad_update),
+            "kernel": repr(self.kernel),
+        }
         values |= {"min_updates": str(self.min_updates)} if self.min_updates > 1 else {}
         return f"Aggregator({self.stage}, {', '.join(f'{key}={value}' for key, value in values.items())})"
 

@@ -53,6 +53,15 @@ def check_returned(part: str, value: object, *types: type) -> Any:
     return values
 
 
+def name_callable(function: Callable[..., Any]) -> str:
+    """Return the qualified name of a function, or of the class of another callable.
+
+    >>> name_callable(str.upper), name_callable(difflib.SequenceMatcher().ratio)
+    ('str.upper', 'SequenceMatcher.ratio')
+    """
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
 def name_if_custom(function: Callable[..., Any]) -> str:
     """Return "module:function" for a function that is not fedheal's, else "".
 
@@ -62,7 +71,7 @@ def name_if_custom(function: Callable[..., Any]) -> str:
     module = getattr(function, "__module__", None) or type(function).__module__
     if module.partition(".")[0] == "fedheal":
         return ""
-    return f"{module}:{getattr(function, '__qualname__', type(function).__qualname__)}"
+    return f"{module}:{name_callable(function)}"
 
 
 def frame_error(what: str, name: str, error: BaseException) -> CustomPartError:

@@ -10,7 +10,7 @@ import torch
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
-from fedheal.core.errors import add_article, format_error
+from fedheal.core.errors import add_article, format_error, name_callable
 from fedheal.core.layout import Layout
 from fedheal.core.updates import FLOATS
 from fedheal.federation.replies import EvaluateReply, MissingRequirement, RejectedReply, ReplyRequirements, TrainReply
@@ -135,8 +135,7 @@ def aggregate_metrics(
     except Exception as error:  # an operator's function may raise anything, and the metrics are the clients'
         problem = f"raised {escape_text(format_error(error))}"
         log.debug("%s of round %d raised:", name, number, exc_info=error)
-    function_name = getattr(function, "__qualname__", type(function).__qualname__)
-    log.warning("round %d has no aggregated metrics: %s = %s %s", number, name, function_name, problem)
+    log.warning("round %d has no aggregated metrics: %s = %s %s", number, name, name_callable(function), problem)
     return None
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from fedheal.aggregate import Aggregator
 from fedheal.aggregate.server_optimizer import Server
 from fedheal.core.checks import check_count, check_type
+from fedheal.core.errors import name_callable
 from fedheal.core.layout import Layout
 from fedheal.core.parameter import Parameter
 from fedheal.core.rng import generator
@@ -524,8 +525,12 @@ def _evaluate(evaluate_fn: CentralEvaluation | None, number: int, arrays: ArrayR
     if evaluate_fn is None:
         return None
     metrics = evaluate_fn(number, arrays)
-    name = f"what evaluate_fn = {getattr(evaluate_fn, '__qualname__', type(evaluate_fn).__qualname__)} returned"
-    check_type(name, metrics, MetricRecord | None, "return a MetricRecord or None")
+    check_type(
+        f"what evaluate_fn = {name_callable(evaluate_fn)} returned",
+        metrics,
+        MetricRecord | None,
+        "return a MetricRecord or None",
+    )
     return metrics
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedheal.core.errors import add_article, format_error, name_value
+from fedheal.core.errors import add_article, format_error, name_callable, name_value
 from fedheal.core.layout import Layout
 from fedheal.data.datasets import check_loaded
 from fedheal.data.domains import Domains, fingerprint
@@ -160,7 +160,7 @@ def _describe_code(code: CodeType) -> str:
 
 def _name_function(function: Any) -> str:
     function = getattr(function, "func", function)  # of a functools.partial
-    return str(getattr(function, "__qualname__", type(function).__qualname__)).replace("<locals>.", "")
+    return name_callable(function).replace("<locals>.", "")
 
 
 def _describe(name: str, text: str) -> str:
