@@ -64,24 +64,24 @@ class Confirmation:
 
 
 OF_SEARCH = Confirmation(
-    "confirmation",
-    "Confirmation",
-    "`docs/search-plan.md` fixed the method, the controls, the seeds (8 to 15), the rounds and the tests before these runs. "
-    "The answer is *yes* if the chosen method is better than each control in AVG and in STD, six comparisons for a data set, "
-    "on Digits and on Office-Caltech. The embedded digits decide nothing. Runs of controls that are rows of the headline are "
-    "in its folders, the others in `confirmation`.",
-    RecipeRow("the chosen method", "fedavg+qffl:q=2.0,mode=reweight+fphl+mix:last=0.9+fedadam"),
-    dict.fromkeys(ROUNDS, range(8, 16)),
-    (WITH_ADAM,),
+    folder="confirmation",
+    title="Confirmation",
+    introduction="`docs/search-plan.md` fixed the method, the controls, the seeds (8 to 15), the rounds and the tests before "
+    "these runs. The answer is *yes* if the chosen method is better than each control in AVG and in STD, six "
+    "comparisons for a data set, on Digits and on Office-Caltech. The embedded digits decide nothing. Runs of "
+    "controls that are rows of the headline are in its folders, the others in `confirmation`.",
+    chosen=RecipeRow("the chosen method", "fedavg+qffl:q=2.0,mode=reweight+fphl+mix:last=0.9+fedadam"),
+    seeds=dict.fromkeys(ROUNDS, range(8, 16)),
+    others=(WITH_ADAM,),
 )
 OF_SCAFFOLD = Confirmation(
-    "confirmation-scaffold",
-    "Confirmation of SCAFFOLD",
-    "`docs/search-plan.md` fixed the seeds, the rounds and the tests before these runs of SCAFFOLD. The answer is *yes* if "
-    "SCAFFOLD is better than uniform weights and than FedHEAL in AVG and in STD, four comparisons for a data set, on Digits "
-    "and on Office-Caltech. Runs of the controls are in the headline's folders.",
-    RecipeRow("SCAFFOLD", "scaffold"),
-    {"digits": (1, 2, *range(8, 14)), "office-caltech": (0, *range(8, 15))},
+    folder="confirmation-scaffold",
+    title="Confirmation of SCAFFOLD",
+    introduction="`docs/search-plan.md` fixed the seeds, the rounds and the tests before these runs of SCAFFOLD. The answer is"
+    " *yes* if SCAFFOLD is better than uniform weights and than FedHEAL in AVG and in STD, four comparisons for a"
+    " data set, on Digits and on Office-Caltech. Runs of the controls are in the headline's folders.",
+    chosen=RecipeRow("SCAFFOLD", "scaffold"),
+    seeds={"digits": (1, 2, *range(8, 14)), "office-caltech": (0, *range(8, 15))},
 )
 CONFIRMATIONS = (OF_SEARCH, OF_SCAFFOLD)
 
